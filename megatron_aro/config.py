@@ -1,0 +1,94 @@
+"""AROConfig: the one source of every ARO setting.
+
+The optimizer's arguments, Megatron's ``--aro-*`` flags, their help texts and the table in the
+README all derive from this dataclass. It imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+Projection = Literal["sinkhorn", "rownorm", "sign", "adam"]
+Rotation = Literal["aro", "eigen", "polar", "none"]
+Orthonormalizer = Literal["scqr2", "scqr", "qr"]
+Orientation = Literal["residual", "min-side", "left", "right"]
+Precision = Literal["fp32", "tf32"]
+
+
+def _setting(default: Any, help: str, choices: Any = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices and get_args(choices)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AROConfig:
+    """What ARO computes, beside learning rate and weight decay, which are the training loop's.
+
+    Raises:
+        ValueError: a field is outside its range; the message names field, value and rule.
+    """
+
+    momentum: float = _setting(0.95, "Decay beta of the momentum M <- beta M + (1 - beta) G.")
+    projection: Projection = _setting(
+        "sinkhorn", "Base optimizer f that acts in the rotated frame.", Projection
+    )
+    rotation: Rotation = _setting(
+        "aro",
+        "How the frame is chosen: aro looks ahead through f, eigen is one power iteration, polar "
+        "takes aro's polar factor, none does not rotate.",
+        Rotation,
+    )
+    qr: Orthonormalizer = _setting(
+        "scqr2",
+        "Orthonormalisation: scqr2 is two passes of shifted Cholesky QR, scqr the paper's single "
+        "pass, qr Householder.",
+        Orthonormalizer,
+    )
+    orientation: Orientation = _setting(
+        "residual",
+        "Which side is rotated: residual is the residual-stream side (the paper's rule), min-side "
+        "the smaller one, left the rows as stored, right the columns.",
+        Orientation,
+    )
+    beta2: float = _setting(0.95, "Decay of the second moment; projection adam only.")
+    update_rms: float = _setting(
+        0.2, "Root mean square of an update before the learning rate; 0.2 is AdamW's."
+    )
+    sinkhorn_iters: int = _setting(5, "Iterations of the sinkhorn projection.")
+    scqr_eps: float = _setting(
+        1e-7, "Shift of Cholesky QR, relative to the trace of the Gram matrix."
+    )
+    precision: Precision = _setting(
+        "fp32", "Precision of float32 matrix products on the GPU inside ARO.", Precision
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("momentum", "beta2"):
+            self._require(name, lambda v: 0.0 <= v < 1.0, "must be at least 0 and below 1")
+        for name in ("update_rms", "scqr_eps"):
+            self._require(name, lambda v: 0.0 < v < math.inf, "must be positive and finite")
+        self._require("sinkhorn_iters", lambda v: v == int(v) and v >= 1, "must be at least 1")
+        for f in settings():
+            choices = f.metadata["choices"]
+            if choices:
+                self._require(f.name, choices.__contains__, f"must be one of {', '.join(choices)}")
+
+    def _require(self, name: str, holds: Any, rule: str) -> None:
+        value = getattr(self, name)
+        try:
+            valid = holds(value)
+        except TypeError:  # a value of a type that cannot be compared
+            valid = False
+        if not valid:
+            raise ValueError(f"ARO setting {name} is {value!r}: it {rule}.")
+
+
+def settings() -> tuple[Field, ...]:
+    """The fields of AROConfig, in the order of its flags."""
+    return fields(AROConfig)
+
+
+def flag(f: Field) -> str:
+    """The command-line flag of a field, ``--aro-sinkhorn-iters`` for ``sinkhorn_iters``."""
+    return "--aro-" + f.name.replace("_", "-")
