@@ -81,7 +81,7 @@ class AROConfig:
         except TypeError:  # a value of a type that cannot be compared
             valid = False
         if not valid:
-            raise ValueError(f"ARO setting {name} is {value!r}: it {rule}.")
+            raise ValueError(f"ARO setting {name} ({flag(name)}) is {value!r}: it {rule}.")
 
 
 def settings() -> tuple[Field, ...]:
@@ -89,6 +89,16 @@ def settings() -> tuple[Field, ...]:
     return fields(AROConfig)
 
 
-def flag(f: Field) -> str:
+def flag(name: str) -> str:
     """The command-line flag of a field, ``--aro-sinkhorn-iters`` for ``sinkhorn_iters``."""
-    return "--aro-" + f.name.replace("_", "-")
+    return "--aro-" + name.replace("_", "-")
+
+
+def flags_table() -> str:
+    """The flags as the Markdown table of the README."""
+    rows = ["| flag | default | what it sets |", "|---|---|---|"]
+    for f in settings():
+        choices = f.metadata["choices"]
+        choice = f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else ""
+        rows.append(f"| `{flag(f.name)}` | `{f.default}` | {f.metadata['help']}{choice} |")
+    return "\n".join(rows)

@@ -1,0 +1,1 @@
+"""Command-line programs around the optimizer: corpus preparation, the quickstart, its curves."""

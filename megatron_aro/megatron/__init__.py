@@ -1,0 +1,1 @@
+"""Integration: the only layer that imports Megatron."""

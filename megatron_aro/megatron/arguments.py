@@ -1,0 +1,47 @@
+"""Megatron's command line: ``--optimizer aro`` and the ``--aro-*`` flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from megatron_aro.config import AROConfig, flag, settings
+
+NAME = "aro"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what ARO needs to a parser that has Megatron's own arguments already."""
+    optimizer = next(a for a in parser._actions if "--optimizer" in a.option_strings)
+    optimizer.choices = [*(optimizer.choices or ()), NAME]
+    for action in parser._actions:
+        # A bare % in one of Megatron's help texts (0.19.2) makes argparse's --help fail.
+        action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
+    group = parser.add_argument_group(
+        "aro", "ARO, the optimizer of --optimizer aro (arXiv 2602.09006)."
+    )
+    for f in settings():
+        group.add_argument(
+            flag(f.name),
+            type=type(f.default),
+            default=f.default,
+            choices=f.metadata["choices"],
+            help=f.metadata["help"] + " Default: %(default)s.",
+        )
+    return parser
+
+
+def aro_config(args: argparse.Namespace) -> AROConfig:
+    """The settings in parsed arguments.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+    return AROConfig(**{f.name: getattr(args, f"aro_{f.name}") for f in settings()})
+
+
+def ineffective_flags(args: argparse.Namespace) -> list[str]:
+    """ARO flags that were changed although another optimizer is chosen."""
+    if args.optimizer == NAME:
+        return []
+    return [flag(f.name) for f in settings() if getattr(args, f"aro_{f.name}") != f.default]

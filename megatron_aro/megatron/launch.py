@@ -1,0 +1,107 @@
+"""What both entries (`pretrain_gpt`, `run`) do before Megatron takes over, and how they fail."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_aro.megatron import cpu_mode
+
+TRACEBACK = "MEGATRON_ARO_TRACEBACK"
+CONFIGURATION_ERROR = 2
+_REFUSALS = (
+    ValueError,
+    AssertionError,
+    NotImplementedError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    KeyError,
+)
+_TRAINING = {"train", "evaluate", "evaluate_and_print_results", "save_checkpoint_and_time"}
+# So long the other ranks wait for rank 0 to speak: torchrun ends them well before.
+_RANK_0_SPEAKS_S = 3.0
+
+
+def prepare(argv: Sequence[str]) -> list[str]:
+    """CPU mode where there is no GPU, ARO known to Megatron; returns the flags to run with.
+
+    Raises:
+        ValueError: a flag needs a GPU, and there is none.
+        RuntimeError: megatron-core is of an untested version.
+    """
+    from megatron_aro import register
+
+    cpu_mode.enable()
+    register()
+    _use_shipped_dataset_helpers()
+    return cpu_mode.prepare(argv)
+
+
+def _use_shipped_dataset_helpers() -> None:
+    """Megatron runs make for its C++ dataset helpers, and exits when that fails.
+
+    Its wheel ships them compiled and without the Makefile.
+    """
+    from megatron.core.datasets import utils
+
+    if not Path(utils.__file__).with_name("Makefile").exists():
+        utils.compile_helpers = lambda: importlib.import_module("megatron.core.datasets.helpers")
+
+
+def reported(run: Callable[[], None]) -> int:
+    """Run an entry; an error of the settings is one sentence on rank 0's stderr.
+
+    Returns:
+        The exit code: 0, or 2 when Megatron's checks or ours refused the settings. Whatever goes
+        wrong once training has begun, or deeper than a check, is raised as it is. So is everything
+        if the environment variable MEGATRON_ARO_TRACEBACK is 1.
+    """
+    try:
+        run()
+    except _REFUSALS as error:
+        if os.environ.get(TRACEBACK) == "1" or not _is_refusal(error.__traceback__):
+            raise
+        _report(error)
+        return CONFIGURATION_ERROR
+    return 0
+
+
+def _is_refusal(trace: TracebackType | None) -> bool:
+    """Whether a check raised it, before the first step: the frames on the way tell."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(trace)
+    ]
+    training = [name for module, name in frames if module == "megatron.training.training"]
+    if _TRAINING.intersection(training):
+        return False
+    # Before pretrain nothing is built: whoever raises, it is about the settings.
+    package = frames[-1][0].partition(".")[0]
+    return "pretrain" not in training or package in ("megatron", "megatron_aro")
+
+
+def _report(error: Exception) -> None:
+    rank = os.environ.get("RANK", "0")
+    speaker = "error"
+    if rank != "0":
+        speaker = f"error on rank {rank}"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(_RANK_0_SPEAKS_S)
+    print(f"{speaker}: {_sentence(error)}", file=sys.stderr, flush=True)
+
+
+def _sentence(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    if words and not isinstance(error, KeyError):
+        return words
+    # A bare assertion: its source line says what it wants.
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(last.filename).name}, line {last.lineno}"
+    return f"{type(error).__name__} {words} at `{last.line}` ({where}; {TRACEBACK}=1 shows more)"

@@ -1,0 +1,288 @@
+"""Build Megatron's optimizer for ``--optimizer aro``: ARO for hidden matrices, AdamW for the rest.
+
+Two sub-optimizers in a chain, each in the wrapper that Megatron would use for Adam
+(DistributedOptimizer, Float16OptimizerWithFloat16Params or FP32Optimizer). ARO's matrices have
+flat buffers of their own, so that each wrapper's state is of one kind: momentum here, two moments
+there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import (
+    ParamKey,
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    check_config_overrides_consistency,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithNamePredicate
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
+
+from megatron_aro.config import AROConfig
+from megatron_aro.megatron.arguments import NAME
+from megatron_aro.megatron.matrices import (
+    Placement,
+    canonical_name,
+    is_aro_parameter,
+    place,
+    trainable_parameters,
+)
+from megatron_aro.megatron.report import print_placements, report_fallbacks
+from megatron_aro.megatron.wrappers import WRAPPERS, held_pieces
+from megatron_aro.runtime.exchange import AllGatherExchange, Exchange, WholeExchange
+from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+
+
+@dataclasses.dataclass
+class AROOptimizerConfig(OptimizerConfig):
+    """Megatron's OptimizerConfig and ARO's settings.
+
+    Attributes:
+        aro: ARO's own settings.
+        report_interval: steps between two reports of fall-backs, None for never.
+    """
+
+    aro: AROConfig = dataclasses.field(default_factory=AROConfig)
+    report_interval: int | None = None
+
+    @classmethod
+    def extend(
+        cls, config: OptimizerConfig, aro: AROConfig, report_interval: int | None
+    ) -> AROOptimizerConfig:
+        """Megatron's config with ARO's settings beside its own."""
+        own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        return cls(**own, aro=aro, report_interval=report_interval)
+
+
+def tag_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Mark which parameters are ARO's, before DDP builds its flat buffers.
+
+    Megatron's DDP puts parameters into separate buffers by the attribute that its layer-wise
+    optimizer uses; each of the two sub-optimizers then owns whole buffers.
+    """
+    for name, parameter in trainable_parameters(model_chunks):
+        parameter.is_managed_by_layer_wise_optimizer = is_aro_parameter(name, parameter)  # type: ignore[attr-defined]
+
+
+class AROChainedOptimizer(ChainedOptimizer):
+    """The chain of ARO and AdamW.
+
+    A step whose gradient norm is NaN or Inf changes nothing, on all ranks, and counts as skipped
+    in Megatron's log: a rotation cannot recover from a poisoned momentum.
+    """
+
+    def __init__(self, optimizers: list[MegatronOptimizer], matrices: MatrixOptimizer | None):
+        super().__init__(optimizers)
+        self._matrices = matrices
+        self._gradients_finite = True
+        self._steps = 0
+
+    def get_grad_norm(self) -> float:
+        # Reduced over all ranks, so that they agree. A Python float already: no further sync.
+        norm = super().get_grad_norm()
+        self._gradients_finite = bool(torch.isfinite(torch.as_tensor(norm)).all())
+        return norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        if not self._gradients_finite:
+            return False
+        success = super().step_with_ready_grads()
+        self._steps += 1
+        interval = getattr(self.config, "report_interval", None)
+        if self._matrices is not None and interval and self._steps % interval == 0:
+            report_fallbacks(self._matrices, interval)
+        return success
+
+
+def get_aro_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[torch.nn.Module],
+    config_overrides: dict[ParamKey, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> AROChainedOptimizer:
+    """The optimizer of a model under ``--optimizer aro``; arguments as `get_megatron_optimizer`.
+
+    Args:
+        config: with ``optimizer == "aro"``; an `AROOptimizerConfig`, or any OptimizerConfig for
+            ARO's default settings.
+        model_chunks: DDP-wrapped chunks whose parameters went through `tag_parameters` first.
+
+    Raises:
+        ValueError: an unsupported argument, or a model that cannot be split as it is configured.
+        RuntimeError: a trainable parameter would have no optimizer, or two.
+    """
+    if dump_param_to_param_group_map is not None:
+        raise ValueError(
+            "--optimizer aro does not work with --dump-param-to-param-group-map: the map is of "
+            "one optimizer and ARO has two; read the table printed at start-up."
+        )
+    aro = getattr(config, "aro", None) or AROConfig()
+    placements = _place_all(model_chunks, aro)
+    groups = _param_groups(config, model_chunks, config_overrides)
+    _check_each_parameter_once(model_chunks, groups)
+    processes = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        pg_collection, model_chunks, use_gloo_process_groups
+    )
+
+    matrix_optimizer = MatrixOptimizer(groups[True], config.lr, config.weight_decay, aro)
+    adam_config = copy.copy(config)
+    adam_config.optimizer = "adam"
+    adam, adam_init = _get_megatron_optimizer_based_on_param_groups(
+        config=adam_config,
+        model_chunks=model_chunks,
+        param_groups=groups[False],
+        skip_megatron_wrapping=True,
+    )
+    wrapped = [
+        _wrap(NAME, matrix_optimizer, _initialize_momentum, config, model_chunks, processes),
+        _wrap("adam", adam, adam_init, config, model_chunks, processes),
+    ]
+    _bind(matrix_optimizer, wrapped[0], placements, model_chunks, processes["intra_dp_cp_group"])
+    print_placements(placements)
+    return AROChainedOptimizer(wrapped, matrix_optimizer)
+
+
+def _place_all(
+    model_chunks: Sequence[torch.nn.Module], aro: AROConfig
+) -> list[tuple[torch.nn.Parameter, Placement]]:
+    return [
+        (parameter, place(name, parameter, get_model_config(chunk), aro))
+        for chunk in model_chunks
+        for name, parameter in trainable_parameters([chunk])
+    ]
+
+
+def _param_groups(
+    config: OptimizerConfig, model_chunks: list, overrides: dict[ParamKey, Any] | None
+) -> dict[bool, list[dict[str, Any]]]:
+    """Megatron's parameter groups of ARO's matrices (True) and of everything else (False)."""
+    if overrides is None:
+        overrides = get_standard_config_overrides(config)
+    check_config_overrides_consistency(config, overrides)
+    is_aro = ParamWithNamePredicate(
+        name="aro", fn=lambda parameter, name: is_aro_parameter(canonical_name(name), parameter)
+    )
+    overrides = {**overrides, ParamKey(with_name_predicate=is_aro): {"optimizer": NAME}}
+    groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for group in _get_param_groups(model_chunks, config, overrides):
+        if group["is_expert_parallel"]:
+            raise ValueError(
+                "--optimizer aro does not step expert-parallel parameters yet: use "
+                "--expert-model-parallel-size 1."
+            )
+        groups[group.get("optimizer") == NAME].append(group)
+    return groups
+
+
+def _check_each_parameter_once(
+    model_chunks: Sequence[torch.nn.Module], groups: dict[bool, list[dict[str, Any]]]
+) -> None:
+    """Every trainable parameter must be in one group, and in a buffer of that group's kind.
+
+    Raises:
+        RuntimeError: naming the parameters.
+    """
+    seen: dict[int, list[bool]] = {}
+    for is_aro, of_kind in groups.items():
+        for group in of_kind:
+            for parameter in group["params"]:
+                seen.setdefault(id(parameter), []).append(is_aro)
+    trainable = trainable_parameters(model_chunks)
+    wrong = [name for name, parameter in trainable if len(seen.get(id(parameter), [])) != 1]
+    if wrong or len(seen) != len(trainable):
+        raise RuntimeError(
+            f"{len(wrong)} trainable parameters have no optimizer, or two: {wrong[:5]}."
+        )
+    untagged = [
+        name
+        for name, parameter in trainable
+        if getattr(parameter, "is_managed_by_layer_wise_optimizer", None) != seen[id(parameter)][0]
+    ]
+    if untagged:
+        raise RuntimeError(
+            f"The buffers of {len(untagged)} parameters were built before ARO's parameters were "
+            f"tagged ({untagged[0]}): call megatron_aro.register() before the model is made."
+        )
+
+
+def _initialize_momentum(optimizer: MatrixOptimizer, config: OptimizerConfig | None = None) -> None:
+    optimizer.initialize_state()
+
+
+def _wrap(
+    kind: str,
+    optimizer: torch.optim.Optimizer | None,
+    init_state: Any,
+    config: OptimizerConfig,
+    model_chunks: list,
+    processes: dict[str, Any],
+) -> MegatronOptimizer:
+    """Put a torch optimizer into the wrapper that Megatron's own factory would choose for Adam."""
+    if config.use_distributed_optimizer:
+        is_aro = kind == NAME
+        buffers = {
+            index: [
+                buffer
+                for buffer in chunk.buffers
+                if buffer.params[0].is_managed_by_layer_wise_optimizer == is_aro
+            ]
+            for index, chunk in enumerate(model_chunks)
+        }
+        wrapped = WRAPPERS[kind, "distributed"](
+            optimizer,
+            config,
+            None,
+            init_state,
+            model_chunks=model_chunks,
+            per_model_buffers=buffers,
+            data_parallel_group=processes["intra_dp_cp_group"],
+            data_parallel_group_gloo=processes["intra_dp_cp_group_gloo"],
+            data_parallel_group_idx=get_pg_rank(processes["mp_group"]),
+            distributed_optimizer_instance_id=0,
+        )
+        wrapped.grad_stats_parallel_group = processes["intra_dist_opt_group"]
+    else:
+        precision = "mixed" if config.bf16 else "fp32"
+        arguments = (optimizer, config, None, init_state)
+        wrapped = WRAPPERS[kind, precision](
+            *(arguments if config.bf16 else arguments[:2] + arguments[3:])
+        )
+        wrapped.grad_stats_parallel_group = processes["mp_group"]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    wrapped.tp_group = groups.tp
+    wrapped.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
+    return wrapped
+
+
+def _bind(
+    optimizer: MatrixOptimizer,
+    wrapped: MegatronOptimizer,
+    placements: Sequence[tuple[torch.nn.Parameter, Placement]],
+    model_chunks: Sequence[torch.nn.Module],
+    group: dist.ProcessGroup,
+) -> None:
+    """Tell ARO which piece of which parameter the wrapper left on this rank."""
+    main_parameters, pieces = {}, {}
+    for parameter, placement in placements:
+        if placement.matrices:
+            held = held_pieces(wrapped, parameter)
+            if held is not None:
+                main_parameters[placement.name], pieces[placement.name] = held
+    device = placements[0][0].device
+    exchange: Exchange = WholeExchange()
+    if wrapped.config.use_distributed_optimizer and get_pg_size(group) > 1:
+        exchange = AllGatherExchange(pieces, group, device)
+    matrices = [matrix for _, placement in placements for matrix in placement.matrices]
+    optimizer.bind(matrices, main_parameters, pieces, exchange, device)

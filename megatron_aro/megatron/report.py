@@ -1,0 +1,64 @@
+"""What rank 0 prints: where each parameter goes, and the fall-backs of orthonormalisation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron_aro.megatron.matrices import Placement
+from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+
+_HEADER = ("parameter", "count", "shape", "optimizer", "rotated side", "split")
+
+
+def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
+    """Rows of the start-up table, a line for all layers (and experts) alike; header first."""
+    counts: dict[tuple[str, ...], int] = {}
+    for placement in placements:
+        matrices = placement.matrices
+        sides = dict.fromkeys("columns" if x.transposed else "rows" for x in matrices)
+        parts = dict.fromkeys(
+            re.sub(r"expert\d+", "expert", x.name.partition("#")[2]) for x in matrices
+        )
+        row = (
+            re.sub(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$", "*", placement.name),
+            "x".join(map(str, placement.shape)),
+            "ARO" if matrices else "AdamW",
+            ", ".join(sides) or "-",
+            ", ".join(filter(None, parts)) or "-",
+        )
+        counts[row] = counts.get(row, 0) + 1
+    return [_HEADER, *((row[0], str(count), *row[1:]) for row, count in counts.items())]
+
+
+def print_placements(placements: Sequence[tuple[object, Placement]]) -> None:
+    """Print on rank 0 which optimizer each parameter has, and why where the table is silent."""
+    if dist.get_rank() != 0:
+        return
+    table = placement_table([placement for _, placement in placements])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print("> ARO: the optimizer of each trainable parameter")
+    for row in table:
+        print(
+            "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        )
+    notes = {
+        f"    {re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', placement.name)}: {placement.note}"
+        for _, placement in placements
+        if placement.note
+    }
+    print(*sorted(notes), sep="\n" if notes else "", flush=True)
+
+
+def report_fallbacks(matrices: MatrixOptimizer, interval: int) -> None:
+    """Print on rank 0 which rungs of orthonormalisation were climbed since the last report."""
+    counts = matrices.fallback_counts()
+    before = matrices.reported
+    matrices.reported = counts
+    since = {rung: count - before.get(rung, 0) for rung, count in counts.items()}
+    (_, total), *rungs = since.items()
+    if dist.get_rank() == 0 and any(count for _, count in rungs):
+        climbed = ", ".join(f"{rung} {count}" for rung, count in rungs)
+        print(f"> ARO: fall-backs in the last {interval} steps, of {total}: {climbed}", flush=True)

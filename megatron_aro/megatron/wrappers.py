@@ -1,0 +1,141 @@
+"""Megatron's optimizer wrappers with what ARO needs beside them: rotations in checkpoints.
+
+A rotation is not of a parameter's shape and belongs to no slice, so it gets checkpoint entries of
+its own: ``optimizer.aro.rotation.<logical matrix>``, one ShardedTensor each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from torch import Tensor
+
+from megatron_aro.runtime.exchange import Piece
+
+_KEY = "aro"
+
+
+class _WithRotations:
+    """Mixin: the wrapped MatrixOptimizer's rotations travel with the wrapper's state."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        state[_KEY] = self.optimizer.rotation_state()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        if _KEY not in state_dict:
+            raise ValueError(
+                "The checkpoint's optimizer state is not ARO's: start with --no-load-optim."
+            )
+        self.optimizer.load_rotation_state(state_dict.pop(_KEY))  # type: ignore[attr-defined]
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+        replica = dist.get_rank(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        state[_KEY] = {
+            name: ShardedTensor.from_rank_offsets(
+                f"optimizer.aro.{name}", tensor, replica_id=(0, 0, replica)
+            )
+            for name, tensor in self.optimizer.rotation_state().items()  # type: ignore[attr-defined]
+        }
+        return state
+
+
+class AROFP32Optimizer(_WithRotations, FP32Optimizer):
+    """Float32 parameters, replicated over data-parallel ranks."""
+
+
+class AROMixedPrecisionOptimizer(_WithRotations, Float16OptimizerWithFloat16Params):
+    """bf16 parameters with float32 main parameters, replicated over data-parallel ranks."""
+
+
+class ARODistributedOptimizer(_WithRotations, DistributedOptimizer):
+    """Main parameters and momentum as 1-D slices of flat buffers that hold ARO's matrices only."""
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def state_dict(self) -> dict[str, Any]:
+        # The parent wants Adam's step count, which ARO does not have.
+        groups = [
+            {k: v for k, v in group.items() if k != "params"} | {"step": 0}
+            for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        return {"optimizer": {"param_groups": groups}, _KEY: self.optimizer.rotation_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state.pop("step", None)
+        for group in self.optimizer.param_groups:
+            group.pop("step", None)
+
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        # The parent steps on zero gradients, which would decay the weights.
+        self.optimizer.initialize_state()
+
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        # The parent leaves buckets with ARO's tag to the layer-wise optimizer, which is us.
+        for chunk in self.model_chunks:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if bucket_group.buckets[0].params_list[0].is_managed_by_layer_wise_optimizer:
+                    chunk._start_bucket_group_param_sync(bucket_group, force_sync=False)
+
+
+class AdamDistributedOptimizer(DistributedOptimizer):
+    """Megatron's own for the AdamW parameters, able to load before its first step.
+
+    Without transformer-engine or apex the parent asks for the one step count that all states
+    share, and fails while there are none.
+    """
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        is_loading = kwargs.get("is_loading", args[1] if len(args) > 1 else False)
+        if is_loading and not self.is_stub_optimizer and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return super().sharded_state_dict(*args, **kwargs)
+
+
+WRAPPERS = {
+    ("aro", "distributed"): ARODistributedOptimizer,
+    ("aro", "mixed"): AROMixedPrecisionOptimizer,
+    ("aro", "fp32"): AROFP32Optimizer,
+    ("adam", "distributed"): AdamDistributedOptimizer,
+    ("adam", "mixed"): Float16OptimizerWithFloat16Params,
+    ("adam", "fp32"): FP32Optimizer,
+}
+
+
+def held_pieces(
+    wrapped: MegatronOptimizer, parameter: torch.nn.Parameter
+) -> tuple[Tensor, Piece] | None:
+    """The float32 main parameter (or its 1-D slice) of a model parameter on this rank.
+
+    Returns:
+        (main parameter, which elements it is), or None where this rank holds nothing of it.
+    """
+    numel = parameter.numel()
+    if not isinstance(wrapped, DistributedOptimizer):
+        main = parameter if parameter.dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+        return main, Piece(0, numel, numel)
+    if parameter not in wrapped.model_param_gbuf_map:
+        return None
+    group, order = wrapped.model_param_group_index_map[parameter]
+    span = wrapped._get_model_param_range_map(parameter)["param"]
+    return wrapped.optimizer.param_groups[group]["params"][order], Piece(
+        span.start, span.end, numel
+    )

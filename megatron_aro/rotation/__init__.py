@@ -1,0 +1,28 @@
+"""The mathematics of ARO on batches of matrices: torch only, no distribution, no Megatron.
+
+``step`` is the entry (the spec's steps 1 to 6); ``policies`` chooses the frame, ``projections``
+holds the base optimizers f, ``orthonormal`` the QR with its fall-back ladder, ``scaling`` the
+exact powers of two and the zero rules, ``precision`` the float32 matrix-product setting.
+"""
+
+from megatron_aro.rotation.step import (
+    FALLBACK_RUNGS,
+    MatrixBatch,
+    advance_momentum,
+    apply_updates,
+    compute_updates,
+    initial_rotation,
+    new_fallback_counts,
+    second_moment_shape,
+)
+
+__all__ = [
+    "FALLBACK_RUNGS",
+    "MatrixBatch",
+    "advance_momentum",
+    "apply_updates",
+    "compute_updates",
+    "initial_rotation",
+    "new_fallback_counts",
+    "second_moment_shape",
+]

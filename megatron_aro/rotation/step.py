@@ -1,0 +1,238 @@
+"""One ARO step on batches of same-shaped matrices (spec, "One matrix"; arXiv 2602.09006).
+
+Shapes: b matrices in a batch, m rows (the rotated side), n columns, k = min(m, n). M is the
+momentum [b, m, n], R the rotation [b, m, k], X and Y are R^T M [b, k, n], D and U [b, m, n].
+
+Step 1 is ``advance_momentum``, steps 2 to 5 are ``compute_updates``, step 6 is ``apply_updates``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation.orthonormal import climb, first_attempt
+from megatron_aro.rotation.policies import target
+from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
+from megatron_aro.rotation.projections import project
+from megatron_aro.rotation.scaling import (
+    DTYPES,
+    largest_entry,
+    reciprocal_power_of_two,
+    zero_small_rows,
+)
+
+# What each entry of the fall-back counts counts: matrices orthonormalised; of these, saved by an
+# extra Cholesky pass; left to Householder; not finite even then, so that the rotation was kept.
+FALLBACK_RUNGS: tuple[str, ...] = ("factorizations", "extra_pass", "householder", "kept")
+
+
+@dataclass
+class MatrixBatch:
+    """b same-shaped oriented matrices (rows = the rotated side), k = min(m, n).
+
+    All tensors have one device and one dtype, float32 or float64.
+    """
+
+    momentum: Tensor
+    """[b, m, n], already advanced by step 1; read only."""
+    rotation: Tensor
+    """[b, m, k]; overwritten in place with the new rotation (untouched for rotation "none")."""
+    second_moment: Tensor | None = None
+    """[b, k, n] ([b, m, n] for rotation "none"), projection "adam" only; overwritten in place."""
+
+
+def initial_rotation(
+    b: int, m: int, n: int, *, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """The first k columns of the identity, [b, m, k]."""
+    return torch.eye(m, min(m, n), dtype=dtype, device=device).repeat(b, 1, 1)
+
+
+def second_moment_shape(config: AROConfig, m: int, n: int) -> tuple[int, int] | None:
+    """Shape of one matrix's second moment; None when the projection keeps none."""
+    if config.projection != "adam":
+        return None
+    return (m if config.rotation == "none" else min(m, n), n)
+
+
+def new_fallback_counts(device: torch.device | str) -> Tensor:
+    """Zero counts for FALLBACK_RUNGS, int64, to be given to every ``compute_updates``."""
+    return torch.zeros(len(FALLBACK_RUNGS), dtype=torch.int64, device=device)
+
+
+def advance_momentum(momenta: list[Tensor], gradients: list[Tensor], beta: float) -> None:
+    """Step 1 in place: M <- beta M + (1 - beta) G, pairs of any shape."""
+    if momenta:
+        torch._foreach_lerp_(momenta, gradients, 1.0 - beta)
+
+
+@torch.no_grad()
+def apply_updates(
+    weights: list[Tensor], updates: list[Tensor], lr: float, weight_decay: float
+) -> None:
+    """Step 6 in place: W <- (1 - lr * weight_decay) W - lr U, pairs of any shape."""
+    if weights:
+        torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
+        torch._foreach_add_(weights, updates, alpha=-lr)
+
+
+@torch.no_grad()
+def compute_updates(
+    batches: Sequence[MatrixBatch], config: AROConfig, fallbacks: Tensor
+) -> list[Tensor]:
+    """Steps 2 to 5 for all batches: new rotations (and second moments) in place, updates returned.
+
+    The host waits for the device at most once, for all batches together: every first attempt at
+    a rotation is enqueued, then one read tells which matrices must climb the fall-back ladder.
+    A matrix whose momentum is zero or not finite gets U = 0 and keeps its rotation bit for bit;
+    one that is not finite keeps its second moment too. No element can disturb another.
+
+    Args:
+        batches: on one device; autocast and the caller's matmul precision have no effect.
+        config: ``momentum`` and ``orientation`` are not looked at.
+        fallbacks: counts of FALLBACK_RUNGS, increased in place without a host sync.
+
+    Returns:
+        U for each batch, [b, m, n], of RMS ``config.update_rms`` and not yet times -lr.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype or shape, or a second moment is missing.
+    """
+    for batch in batches:
+        _check(batch, config)
+    if not batches:
+        return []
+    with torch.autocast(fallbacks.device.type, enabled=False), ieee_products():
+        frames = [_Frame.of(batch) for batch in batches]
+        if config.rotation != "none":
+            _rotate(batches, frames, config, fallbacks)
+        return [_update(*pair, config) for pair in zip(batches, frames, strict=True)]
+
+
+@dataclass
+class _Frame:
+    """How a batch's momenta are read: times an exact power of two, and only where finite."""
+
+    scale: Tensor
+    """[b, 1, 1]"""
+    finite: Tensor
+    """[b, 1, 1]"""
+    active: Tensor
+    """[b, 1, 1]: finite and not zero."""
+
+    @classmethod
+    def of(cls, batch: MatrixBatch) -> _Frame:
+        largest = largest_entry(batch.momentum)
+        finite = largest.isfinite()
+        return cls(reciprocal_power_of_two(largest), finite, finite & (largest > 0))
+
+    def momentum(self, batch: MatrixBatch) -> Tensor:
+        return torch.where(self.finite, batch.momentum * self.scale, 0.0)
+
+    def __getitem__(self, index: Tensor) -> _Frame:
+        return _Frame(self.scale[index], self.finite[index], self.active[index])
+
+
+def _rotate(
+    batches: Sequence[MatrixBatch], frames: list[_Frame], config: AROConfig, fallbacks: Tensor
+) -> None:
+    """Steps 2 and 3: overwrite every rotation."""
+    attempts = [
+        first_attempt(_look_ahead(batch, frame, config), config)
+        for batch, frame in zip(batches, frames, strict=True)
+    ]
+    failed = [
+        attempt.failed_b & frame.active.flatten()
+        for attempt, frame in zip(attempts, frames, strict=True)
+    ]
+    # The one wait for the device. Householder, as the everyday answer, has no ladder to climb.
+    climbing = [[]] * len(batches) if config.qr == "qr" else _read(failed)
+    for batch, frame, (q, _), failed_b, rows in zip(
+        batches, frames, attempts, failed, climbing, strict=True
+    ):
+        fallbacks[0] += frame.active.sum()
+        if rows:
+            # Not a blocking copy: a small one is staged before the call returns.
+            index = torch.tensor(rows).to(q.device, non_blocking=True)
+            rescue = climb(_look_ahead(_select(batch, index), frame[index], config), config)
+            q[index] = rescue.q_bmk
+            failed_b[index] = rescue.failed_b
+            fallbacks[1] += rescue.extra_pass_b.sum()
+            fallbacks[2] += len(rows) - rescue.extra_pass_b.sum()
+        fallbacks[3] += failed_b.sum()
+        keep = ~frame.active | failed_b[:, None, None]
+        batch.rotation.copy_(torch.where(keep, batch.rotation, q))
+
+
+def _read(failed: list[Tensor]) -> list[list[int]]:
+    """The indices of the failed elements of each batch; one copy to the host."""
+    flags = iter(torch.cat(failed).tolist())
+    return [[i for i in range(len(batch)) if next(flags)] for batch in failed]
+
+
+def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:
+    v = batch.second_moment
+    return MatrixBatch(
+        batch.momentum[index], batch.rotation[index], None if v is None else v[index]
+    )
+
+
+def _look_ahead(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Tensor:
+    """Step 2: A [b, m, k] in the old frame; the state of f is not advanced."""
+    m_bmn = frame.momentum(batch)
+    x_bkn = _into_frame(batch.rotation, m_bmn, config)
+    f_bkn = x_bkn
+    if config.rotation != "eigen":
+        f_bkn, _ = project(x_bkn, config, batch.second_moment, frame.scale)
+    return target(m_bmn, x_bkn, f_bkn, config)
+
+
+def _into_frame(r_bmk: Tensor, m_bmn: Tensor, config: AROConfig) -> Tensor:
+    """R^T M, rows that are nothing but the rounding of this product set to zero (spec, orth)."""
+    u = unit_roundoff(m_bmn, config.precision)
+    norm = torch.linalg.vector_norm(m_bmn, dim=(1, 2), keepdim=True)
+    threshold = norm * (2.0 * u / math.sqrt(m_bmn.shape[1]))
+    return zero_small_rows(product(r_bmk.mT, m_bmn, config.precision), threshold)
+
+
+def _update(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Tensor:
+    """Steps 4 and 5: U [b, m, n] in the frame that the rotation now holds."""
+    y = frame.momentum(batch)
+    if config.rotation != "none":
+        y = _into_frame(batch.rotation, y, config)
+    d, v = project(y, config, batch.second_moment, frame.scale)
+    if v is not None:
+        assert batch.second_moment is not None
+        batch.second_moment.copy_(torch.where(frame.finite, v, batch.second_moment))
+    if config.rotation != "none":
+        d = product(batch.rotation, d, config.precision)
+    norm = torch.linalg.vector_norm(d, dim=(1, 2), keepdim=True)
+    d *= config.update_rms * math.sqrt(d.shape[1] * d.shape[2]) / norm
+    return d.masked_fill_(~((norm > 0) & norm.isfinite()), 0.0)
+
+
+def _check(batch: MatrixBatch, config: AROConfig) -> None:
+    b, m, n = batch.momentum.shape
+    expected = {"rotation": (b, m, min(m, n))}
+    moment = second_moment_shape(config, m, n)
+    if moment is not None:
+        expected["second_moment"] = (b, *moment)
+    if batch.momentum.dtype not in DTYPES:
+        raise ValueError(
+            f"momentum is {batch.momentum.dtype}: ARO's state is float32 or float64 (keep float32 "
+            "main parameters when the model is bf16 or fp16)."
+        )
+    for name, shape in expected.items():
+        tensor = getattr(batch, name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != batch.momentum.dtype:
+            found = None if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(
+                f"{name} is {found}: for a momentum of shape {(b, m, n)} and "
+                f"{batch.momentum.dtype} it must be {shape} of the same dtype."
+            )

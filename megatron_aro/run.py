@@ -1,0 +1,34 @@
+"""Run somebody's own Megatron script, unmodified, with ARO known to Megatron.
+
+    torchrun --nproc-per-node N -m megatron_aro.run path/to/pretrain_gpt.py <its flags>
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_aro.megatron import launch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script that `argv` (by default the command line) begins with."""
+    return launch.reported(functools.partial(_run, sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> None:
+    if not argv or argv[0].startswith("-"):
+        raise ValueError("Which script? Usage: python -m megatron_aro.run SCRIPT [its flags]")
+    script = Path(argv[0])
+    if not script.is_file():
+        raise ValueError(f"Script {script} does not exist.")
+    sys.argv[:] = [str(script), *launch.prepare(argv[1:])]
+    sys.path[0] = str(script.resolve().parent)  # as Python does for a script
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

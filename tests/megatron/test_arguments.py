@@ -1,0 +1,155 @@
+"""The command line: flags come from AROConfig, reach it, and bad ones stop with one sentence."""
+
+import argparse
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_aro.config import AROConfig, flag, settings
+from megatron_aro.megatron import arguments, hooks, support
+
+MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 2
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local""".split()
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Megatron's real parser and validation on the flags of a small model."""
+    hooks.register()
+    from megatron.training.arguments import parse_args, validate_args
+
+    def run(*flags: str, optimizer: str = "aro", lr: str = "1e-3") -> argparse.Namespace:
+        monkeypatch.setattr("sys.argv", ["x", *MODEL, "--optimizer", optimizer, "--lr", lr, *flags])
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        args = parse_args()
+        validate_args(args)
+        return args
+
+    return run
+
+
+def test_defaults_are_those_of_the_config(parse):
+    """There is no second list of defaults."""
+    assert arguments.aro_config(parse()) == AROConfig()
+
+
+def test_every_setting_has_a_flag_that_reaches_it(parse):
+    """Each flag, set to something else, changes its own field and nothing else."""
+    other = {"momentum": 0.5, "beta2": 0.5, "update_rms": 0.3, "sinkhorn_iters": 3, "scqr_eps": 1e-6}
+    for f in settings():
+        choices = f.metadata["choices"]
+        value = next(c for c in choices if c != f.default) if choices else other[f.name]
+        got = arguments.aro_config(parse(flag(f.name), str(value)))
+        assert got == dataclasses.replace(AROConfig(), **{f.name: value})
+
+
+def test_help_lists_the_flags_in_their_group(capsys):
+    """--help works (Megatron 0.19.2's own fails on a bare %) and has one group for ARO."""
+    hooks.register()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    group = parser.format_help().partition("\naro:")[2]
+    assert all(flag(f.name) in group for f in settings())
+
+
+def test_the_distributed_optimizer_survives_validation(parse):
+    """Megatron turns it into the layer-wise one for every name but adam and sgd."""
+    args = parse("--use-distributed-optimizer")
+    assert args.use_distributed_optimizer and args.optimizer == "aro"
+    assert not args.use_layer_wise_distributed_optimizer
+
+
+def test_other_optimizers_are_untouched(parse):
+    """muon still becomes layer-wise, adam stays as it is, neither is asked about ARO."""
+    muon = parse("--use-distributed-optimizer", optimizer="muon")
+    assert muon.use_layer_wise_distributed_optimizer and not muon.use_distributed_optimizer
+    assert parse("--log-num-zeros-in-grad", optimizer="adam").optimizer == "adam"
+
+
+def test_registering_twice_wraps_once():
+    """register() is idempotent."""
+    import megatron.training.arguments as module
+
+    hooks.register()
+    once = module.validate_args
+    hooks.register()
+    assert module.validate_args is once
+
+
+def test_settings_without_effect_are_named(parse):
+    """An ARO flag beside another optimizer warns: it configures nothing."""
+    with pytest.warns(UserWarning, match="--aro-qr has no effect"):
+        parse("--aro-qr", "qr", optimizer="adam")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--aro-momentum", "1"),
+        ("--aro-momentum", "nan"),
+        ("--aro-update-rms", "-0.2"),
+        ("--aro-sinkhorn-iters", "0"),
+        ("--aro-scqr-eps", "0"),
+        ("--aro-beta2", "-1"),
+        ("--weight-decay", "-0.1"),
+        ("--lr", "-1"),
+        ("--lr", "inf"),
+        ("--clip-grad", "-1"),
+    ],
+)
+def test_values_out_of_range_name_flag_value_and_rule(parse, flags):
+    """One sentence before anything is built."""
+    with pytest.raises(ValueError, match=flags[0]):
+        parse(*flags)
+
+
+@pytest.mark.parametrize("flags", [("--aro-projection", "muon"), ("--aro-iters", "3"), ("--aro-qr",)])
+def test_unknown_choices_and_flags_exit(parse, flags, capsys):
+    """argparse names the flag and the choices."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(*flags)
+    assert exit_.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor-model-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+        ("--fp16",),
+        ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
+        ("--num-experts", "4", "--expert-model-parallel-size", "2"),
+    ],
+)
+def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):
+    """What cannot be right yet stops at start-up."""
+    with pytest.raises(ValueError, match=r"^--optimizer aro does not work with --[^;]+: .+; .+\.$"):
+        parse(*flags)
+
+
+@pytest.mark.parametrize("refusal", support._REFUSALS, ids=lambda r: r.flag)
+def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, refusal):
+    """No refusal is dead: its attribute exists in Megatron's arguments and turns it on."""
+    args = parse()
+    assert not refusal.applies(args)
+    name = refusal.flag.split()[0].strip("-").replace("-", "_")
+    for value in (2, True, "full_iteration", "somewhere.yaml"):
+        if refusal.applies(SimpleNamespace(**{**vars(args), name: value})):
+            break
+    else:
+        pytest.fail(f"nothing turns {refusal.flag} on")
+    assert hasattr(args, name), f"Megatron has no argument {name}"
+
+
+def test_untested_megatron_is_refused_unless_overridden(monkeypatch):
+    """The sentence names the tested versions; an environment variable overrides."""
+    monkeypatch.setattr(support, "version", lambda _: "0.99.0")
+    monkeypatch.delenv(support.OVERRIDE, raising=False)
+    with pytest.raises(RuntimeError, match=r"0\.19\.2 and found 0\.99\.0"):
+        support.check_megatron_version()
+    monkeypatch.setenv(support.OVERRIDE, "1")
+    support.check_megatron_version()

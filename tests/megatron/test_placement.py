@@ -1,0 +1,163 @@
+"""Where each Megatron parameter goes: the specification's table, by the names Megatron uses."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_aro.config import AROConfig
+from megatron_aro.megatron.matrices import canonical_name, place
+from megatron_aro.megatron.report import placement_table
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 12, 4, 2, 3
+MODEL = SimpleNamespace(
+    num_attention_heads=HEADS,
+    num_query_groups=GROUPS,
+    kv_channels=HEAD,
+    gated_linear_unit=True,
+    attention_output_gate=False,
+)
+LAYER = "decoder.layers.3."
+QKV = (HEADS + 2 * GROUPS) * HEAD
+
+
+def placed(name, *shape, model=MODEL, orientation="residual", **attributes):
+    parameter = torch.nn.Parameter(torch.empty(shape))
+    for key, value in attributes.items():
+        setattr(parameter, key, value)
+    return place(name, parameter, model, AROConfig(orientation=orientation))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parts"),
+    [
+        (
+            LAYER + "self_attention.linear_qkv.weight",
+            (QKV, HIDDEN),
+            {"q": (8, 12), "k": (8, 6), "v": (8, 6)},
+        ),
+        (LAYER + "self_attention.linear_proj.weight", (HIDDEN, 12), {"": (8, 12)}),
+        (LAYER + "mlp.linear_fc1.weight", (2 * FFN, HIDDEN), {"gate": (8, 12), "up": (8, 12)}),
+        (LAYER + "mlp.linear_fc2.weight", (HIDDEN, FFN), {"": (8, 12)}),
+        (LAYER + "mlp.router.weight", (5, HIDDEN), {"": (8, 5)}),
+        (
+            LAYER + "mlp.experts.local_experts.1.linear_fc1.weight",
+            (2 * FFN, HIDDEN),
+            {"gate": (8, 12), "up": (8, 12)},
+        ),
+        (LAYER + "mlp.experts.local_experts.1.linear_fc2.weight", (HIDDEN, FFN), {"": (8, 12)}),
+        (
+            LAYER + "mlp.experts.linear_fc1.weight7",
+            (2 * FFN, HIDDEN),
+            {"gate": (8, 12), "up": (8, 12)},
+        ),
+        (LAYER + "mlp.experts.linear_fc2.weight0", (HIDDEN, FFN), {"": (8, 12)}),
+        (
+            LAYER + "mlp.shared_experts.linear_fc1.weight",
+            (2 * FFN, HIDDEN),
+            {"gate": (8, 12), "up": (8, 12)},
+        ),
+        ("mtp.layers.0.eh_proj.weight", (HIDDEN, 2 * HIDDEN), {"": (8, 16)}),
+        (LAYER + "mixer.out_proj.weight", (HIDDEN, 16), {"": (8, 16)}),
+        (LAYER + "self_attention.linear_kv_down_proj.weight", (5, HIDDEN), {"": (8, 5)}),
+    ],
+)
+def test_the_residual_side_is_rotated(name, shape, parts):
+    """Rows after orientation are the residual dimension (8) for every weight of the table."""
+    placement = placed(name, *shape)
+    assert {x.name.partition("#")[2]: x.shape for x in placement.matrices} == parts
+    assert placement.note == ""
+
+
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+def test_fused_experts_are_one_matrix_each(name):
+    """[experts, rows, columns] splits by expert first, then as each expert's own weight does."""
+    shape = (3, 2 * FFN, HIDDEN) if name == "linear_fc1" else (3, HIDDEN, FFN)
+    matrices = placed(LAYER + f"mlp.experts.{name}.weight", *shape).matrices
+    assert [x.shape for x in matrices] == [(8, 12)] * (6 if name == "linear_fc1" else 3)
+    assert len({x.name for x in matrices}) == len(matrices)
+
+
+def test_gated_attention_splits_into_four():
+    """Q, its gate, K and V, in the order in which Megatron stores a query group."""
+    gated = SimpleNamespace(**{**vars(MODEL), "attention_output_gate": True})
+    placement = placed(
+        LAYER + "self_attention.linear_qkv.weight", QKV + HEADS * HEAD, HIDDEN, model=gated
+    )
+    q, gate, k, v = placement.matrices
+    assert (q.intervals[0], gate.intervals[0], k.intervals[0], v.intervals[0]) == (
+        (0, 6),
+        (6, 12),
+        (12, 15),
+        (15, 18),
+    )
+
+
+def test_not_gated_fc1_is_one_matrix():
+    """Without a gate there is nothing to split."""
+    plain = SimpleNamespace(**{**vars(MODEL), "gated_linear_unit": False})
+    assert [
+        x.shape for x in placed(LAYER + "mlp.linear_fc1.weight", FFN, HIDDEN, model=plain).matrices
+    ] == [(8, 12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("embedding.word_embeddings.weight", (32, HIDDEN)),
+        ("embedding.position_embeddings.weight", (16, HIDDEN)),
+        ("output_layer.weight", (32, HIDDEN)),
+        ("decoder.final_layernorm.weight", (HIDDEN,)),
+        (LAYER + "mlp.linear_fc1.bias", (FFN,)),
+        (LAYER + "mixer.conv1d.weight", (8, 1, 4)),
+    ],
+)
+def test_vocabulary_and_vectors_stay_with_adamw(name, shape):
+    """Hybrid mode: no logical matrices."""
+    assert placed(name, *shape).matrices == ()
+
+
+def test_the_embedding_attribute_counts_whatever_the_name():
+    """Megatron marks vocabulary weights; a model with other names is still right."""
+    assert placed("tok.weight", 32, HIDDEN, is_embedding_or_output_parameter=True).matrices == ()
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((5, 9), (5, 9)), ((9, 5), (5, 9))])
+def test_unknown_matrices_rotate_the_smaller_side_and_say_so(shape, expected):
+    """A 2-D weight that the table does not know is not guessed at silently."""
+    placement = placed(LAYER + "self_attention.linear_kv_up_proj.weight", *shape)
+    assert placement.matrices[0].shape == expected
+    assert "smaller side" in placement.note
+
+
+@pytest.mark.parametrize(
+    ("orientation", "shape"), [("left", (12, 8)), ("right", (8, 12)), ("min-side", (8, 12))]
+)
+def test_orientation_rules_override_the_table(orientation, shape):
+    """left, right and min-side ignore the residual rule."""
+    matrices = placed(
+        LAYER + "mlp.linear_fc1.weight", 2 * FFN, HIDDEN, orientation=orientation
+    ).matrices
+    assert [x.shape for x in matrices] == [shape] * 2
+
+
+def test_a_weight_that_does_not_split_as_configured_is_refused():
+    """A QKV weight with more rows than the configuration's groups is an error, not a guess."""
+    with pytest.raises(ValueError, match="linear_qkv"):
+        placed(LAYER + "self_attention.linear_qkv.weight", QKV + 1, HIDDEN)
+
+
+def test_wrapper_prefixes_do_not_enter_names():
+    """DDP and Float16Module each add "module."."""
+    assert canonical_name("module.module.decoder.x") == "decoder.x"
+
+
+def test_the_table_has_one_line_for_all_layers_and_experts():
+    """Layer and expert numbers fold into a star, with the count."""
+    names = [
+        f"decoder.layers.{i}.mlp.experts.linear_fc2.weight{j}" for i in range(2) for j in range(3)
+    ]
+    rows = placement_table([placed(name, HIDDEN, FFN) for name in names])
+    assert rows[1:] == [
+        ("decoder.layers.*.mlp.experts.linear_fc2.weight*", "6", "8x12", "ARO", "rows", "-")
+    ]
