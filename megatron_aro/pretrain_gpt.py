@@ -150,9 +150,7 @@ def _next_batch(
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = next(data_iterator)
-        batch = {
-            key: read[key].cuda(non_blocking=True) if key in read else None for key in _BATCH
-        }
+        batch = {key: read[key].cuda(non_blocking=True) if key in read else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -214,9 +212,7 @@ def loss(
     return total, tokens, {"lm loss": report}
 
 
-def datasets(
-    samples: Sequence[int | None], vp_stage: int | None = None
-) -> tuple[Any, Any, Any]:
+def datasets(samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """The (train, validation, test) datasets of the data flags, None where this rank has no use."""
     args = get_args()
     config = core_transformer_config_from_args(args)

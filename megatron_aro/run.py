@@ -1,6 +1,6 @@
 """Run somebody's own Megatron script, unmodified, with ARO known to Megatron.
 
-    torchrun --nproc-per-node N -m megatron_aro.run path/to/pretrain_gpt.py <its flags>
+torchrun --nproc-per-node N -m megatron_aro.run path/to/pretrain_gpt.py <its flags>
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """Settings of every test: one thread a process, and GPU tests only where there is a GPU."""
 
 import os
+from pathlib import Path
 
+# Child processes find the package from any folder, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # before torch is imported; children inherit
     os.environ[name] = "1"
 

@@ -28,7 +28,7 @@ LAYERS = {
     "optimizer.py": ("torch", OWN + "config", OWN + "rotation"),
     "__init__.py": (OWN + "config", OWN + "optimizer", OWN + "version", OWN + "megatron.hooks"),
     "megatron/": ("torch", "numpy", "packaging", "megatron", "megatron_aro"),
-    "pretrain_gpt.py": ("torch", "megatron", "megatron_aro"),
+    "pretrain_gpt.py": ("torch", "megatron", "transformer_engine", "megatron_aro"),
     "run.py": ("megatron", "megatron_aro"),
     "cli/": (
         "torch",

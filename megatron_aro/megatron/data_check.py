@@ -56,7 +56,10 @@ def _check_prefix(prefix: str, args: argparse.Namespace, tokenizer: Any) -> None
             )
     if Path(prefix + ".bin").stat().st_size == 0:
         raise ValueError(f"{prefix}.bin is empty.")
-    index = IndexedDataset(prefix).index
+    dataset = IndexedDataset(prefix)
+    if args.data_path or args.data_args_path:
+        _check_split(prefix, len(dataset), args.split)
+    index = dataset.index
     need = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     have = Path(prefix + ".bin").stat().st_size
     if have != need:
@@ -78,6 +81,21 @@ def _check_prefix(prefix: str, args: argparse.Namespace, tokenizer: Any) -> None
             f"{tokenizer.vocab_size}: was the data made with another tokenizer?",
             stacklevel=2,
         )
+
+
+def _check_split(prefix: str, documents: int, split: str) -> None:
+    """Megatron never ends looking for tokens in a split that got no document."""
+    from megatron.core.datasets import blended_megatron_dataset_config as megatron_config
+    from megatron.core.datasets.utils import Split
+
+    shares = megatron_config.parse_and_normalize_split(split)
+    bounds = megatron_config.convert_split_vector_to_split_matrix(shares)
+    for kind, share in zip(Split, bounds, strict=True):
+        if share and round(share[0] * documents) == round(share[1] * documents):
+            raise ValueError(
+                f"{prefix} has {documents} documents, of which --split {split} leaves none for "
+                f"{kind.name}: give that a larger share, or 0."
+            )
 
 
 def largest_token(path: str, dtype: type) -> int:

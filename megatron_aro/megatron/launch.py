@@ -101,7 +101,8 @@ def _sentence(error: Exception) -> str:
     words = " ".join(str(error).split())
     if words and not isinstance(error, KeyError):
         return words
-    # A bare assertion: its source line says what it wants.
     last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(last.filename).name}, line {last.lineno}"
-    return f"{type(error).__name__} {words} at `{last.line}` ({where}; {TRACEBACK}=1 shows more)"
+    where = f"({Path(last.filename).name}, line {last.lineno}; {TRACEBACK}=1 shows more)"
+    if isinstance(error, AssertionError):  # a bare one: its source says what it wants
+        return f"`{(last.line or '').removeprefix('assert ')}` does not hold {where}"
+    return f"{type(error).__name__} {words} {where}"

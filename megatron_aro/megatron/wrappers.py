@@ -62,7 +62,42 @@ class AROMixedPrecisionOptimizer(_WithRotations, Float16OptimizerWithFloat16Para
     """bf16 parameters with float32 main parameters, replicated over data-parallel ranks."""
 
 
-class ARODistributedOptimizer(_WithRotations, DistributedOptimizer):
+class LoadableDistributedOptimizer(DistributedOptimizer):
+    """Megatron's own, for AdamW, mended where it cannot load without transformer-engine or apex.
+
+    0.19.2 then asks for the step count that all states share while there are none yet, misses
+    that count in two of three formats, restores one tensor for all states, which each of them
+    increments in a step, and writes to float32 parameters that require gradients.
+    """
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        is_loading = kwargs.get("is_loading", args[1] if len(args) > 1 else False)
+        if is_loading and not self.is_stub_optimizer and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
+        super().load_parameter_state(*args, **kwargs)
+
+    @torch.no_grad()
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+        super().load_parameter_state_from_dp_zero(*args, **kwargs)
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
+
+
+class ARODistributedOptimizer(_WithRotations, LoadableDistributedOptimizer):
     """Main parameters and momentum as 1-D slices of flat buffers that hold ARO's matrices only."""
 
     @property
@@ -96,25 +131,11 @@ class ARODistributedOptimizer(_WithRotations, DistributedOptimizer):
                     chunk._start_bucket_group_param_sync(bucket_group, force_sync=False)
 
 
-class AdamDistributedOptimizer(DistributedOptimizer):
-    """Megatron's own for the AdamW parameters, able to load before its first step.
-
-    Without transformer-engine or apex the parent asks for the one step count that all states
-    share, and fails while there are none.
-    """
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        is_loading = kwargs.get("is_loading", args[1] if len(args) > 1 else False)
-        if is_loading and not self.is_stub_optimizer and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        return super().sharded_state_dict(*args, **kwargs)
-
-
 WRAPPERS = {
     ("aro", "distributed"): ARODistributedOptimizer,
     ("aro", "mixed"): AROMixedPrecisionOptimizer,
     ("aro", "fp32"): AROFP32Optimizer,
-    ("adam", "distributed"): AdamDistributedOptimizer,
+    ("adam", "distributed"): LoadableDistributedOptimizer,
     ("adam", "mixed"): Float16OptimizerWithFloat16Params,
     ("adam", "fp32"): FP32Optimizer,
 }

@@ -64,9 +64,7 @@ def climb(a_bmk: Tensor, config: AROConfig) -> Climbed:
         q, failed_again = cholesky_pass(q, shift)
         failed = failed | failed_again
     rescued = ~failed & _is_orthonormal(q)
-    return Climbed(
-        torch.where(rescued[:, None, None], q, exact), rescued, hopeless & ~rescued
-    )
+    return Climbed(torch.where(rescued[:, None, None], q, exact), rescued, hopeless & ~rescued)
 
 
 def cholesky_pass(a_bmk: Tensor, shift: float) -> Orthonormal:

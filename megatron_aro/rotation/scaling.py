@@ -20,7 +20,7 @@ ZERO_COLUMN = 1e-7
 
 
 def reciprocal_power_of_two(largest: Tensor) -> Tensor:
-    """The power of two s that brings ``largest`` near one: 1 <= s * largest < 2.
+    """The power of two s that brings ``largest`` near one: 1 <= s * largest < 4.
 
     ``largest`` holds finite values >= 0 of any shape, float32 or float64. Made from the exponent
     bits, so that s is exact, and so is every product with it. For denormals s is the greatest
@@ -44,16 +44,16 @@ def to_unit_scale(x_bmn: Tensor) -> Tensor:
 def zero_small_rows(x_bkn: Tensor, threshold_b11: Tensor) -> Tensor:
     """Rows with an L2 norm below the threshold become exact zeros."""
     norms = torch.linalg.vector_norm(x_bkn, dim=2, keepdim=True)
-    return torch.where(norms < threshold_b11, 0.0, x_bkn)
+    return x_bkn.masked_fill(norms < threshold_b11, 0.0)
 
 
 def zero_small_columns(x_bkn: Tensor) -> Tensor:
     """Columns with an L2 norm below ZERO_COLUMN of the whole become exact zeros."""
     norms = torch.linalg.vector_norm(x_bkn, dim=1, keepdim=True)
     whole = torch.linalg.vector_norm(norms, dim=2, keepdim=True)
-    return torch.where(norms < ZERO_COLUMN * whole, 0.0, x_bkn)
+    return x_bkn.masked_fill(norms < ZERO_COLUMN * whole, 0.0)
 
 
-def divide_or_zero(a: Tensor | float, b: Tensor) -> Tensor:
+def divide_or_zero(a: float, b: Tensor) -> Tensor:
     """``a / b``, and 0 where b is 0."""
-    return torch.where(b == 0, 0.0, a / b)
+    return (a / b).masked_fill_(b == 0, 0.0)

@@ -133,7 +133,7 @@ class _Frame:
         return cls(reciprocal_power_of_two(largest), finite, finite & (largest > 0))
 
     def momentum(self, batch: MatrixBatch) -> Tensor:
-        return torch.where(self.finite, batch.momentum * self.scale, 0.0)
+        return (batch.momentum * self.scale).masked_fill_(~self.finite, 0.0)
 
     def __getitem__(self, index: Tensor) -> _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])
@@ -190,7 +190,7 @@ def _look_ahead(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Tensor:
     f_bkn = x_bkn
     if config.rotation != "eigen":
         f_bkn, _ = project(x_bkn, config, batch.second_moment, frame.scale)
-    return target(m_bmn, x_bkn, f_bkn, config)
+    return target(batch.rotation, m_bmn, x_bkn, f_bkn, config)
 
 
 def _into_frame(r_bmk: Tensor, m_bmn: Tensor, config: AROConfig) -> Tensor:

@@ -1,8 +1,8 @@
 """Real Megatron without a GPU: unmodified megatron-core trains on the CPU over gloo.
 
-Three things stand between Megatron and a CPU, a file for each: it calls torch.cuda everywhere
-(`answers`), some of its defaults are kernels that exist on a GPU only (`flags`), and torch's norm
-refuses sequence parallelism (`norm`). Where a GPU is there, none of it happens: `enable` returns
+Four things stand between Megatron and a CPU, a file for each: it calls torch.cuda everywhere
+(`answers`), gloo refuses some collectives (`collectives`), some defaults are kernels that exist on
+a GPU only (`flags`), and torch's norm refuses sequence parallelism (`norm`). Where a GPU is there, none of it happens: `enable` returns
 before it touches anything.
 
 An entry calls `enable` first, and `prepare` with the user's flags.
@@ -45,7 +45,7 @@ def enable() -> bool:
     # Megatron demands it for the order of kernels on a GPU when tensors or sequences are split.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    for part in ("answers", "norm"):
+    for part in ("answers", "collectives", "norm"):
         importlib.import_module(f"{__name__}.{part}").install()
     _active = True
     return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import time
@@ -19,35 +20,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed
-from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Answer torch.cuda, torch.distributed and device arguments from now on."""
-    replaced: dict[int, Any] = {}
-    for holder, answers in _answers():
-        for name, answer in answers.items():
-            original = getattr(holder, name, None)
-            if callable(original):
-                replaced[id(original)] = answer
-            setattr(holder, name, answer)
-    # What Megatron took by name before, as in `from torch.cuda import _lazy_call`.
-    for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == "megatron"]:
-        for name, value in list(vars(module).items()):
-            if id(value) in replaced:
-                setattr(module, name, replaced[id(value)])
+    """Answer torch.cuda and device arguments from now on."""
+    for module, answers in _answers():
+        replace(module, answers)
+    # One generator serves both, so drawing from "CUDA's" moves "the CPU's": no news.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     _CudaIsCpu().__enter__()  # for the rest of the process
+
+
+def replace(module: Any, answers: dict[str, Any]) -> None:
+    """Put the answers in the place of a module's names, and of what Megatron took from there."""
+    replaced = {}
+    for name, answer in answers.items():
+        original = getattr(module, name, None)
+        if callable(original):
+            replaced[id(original)] = answer
+        setattr(module, name, answer)
+    # As in `from torch.cuda import _lazy_call`, if Megatron is imported already.
+    for taker in [m for name, m in sys.modules.items() if name.partition(".")[0] == "megatron"]:
+        for name, value in list(vars(taker).items()):
+            if id(value) in replaced:
+                setattr(taker, name, replaced[id(value)])
 
 
 def _answers() -> list[tuple[Any, dict[str, Any]]]:
     """(module, name -> answer) of every torch name that is replaced."""
     cuda = torch.cuda
     generator = torch.default_generator
-    nothing, zero = _returning(None), _returning(0)
     # The plainest card that has bfloat16: Megatron turns on nothing more for it.
     card = SimpleNamespace(
         name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=_memory_in_bytes()
@@ -57,18 +64,15 @@ def _answers() -> list[tuple[Any, dict[str, Any]]]:
         (
             cuda,
             {
-                "is_available": _to_megatron(True, cuda.is_available),
-                "device_count": _to_megatron(_local_processes(), cuda.device_count),
-                "current_device": zero,
-                "set_device": nothing,
+                "is_available": _to_megatron(lambda: True, cuda.is_available),
+                "device_count": _to_megatron(_local_processes, cuda.device_count),
+                **_always(None, "set_device"),
+                **_always(card.name, "get_device_name"),
+                **_always((card.major, card.minor), "get_device_capability"),
+                **_always(card, "get_device_properties"),
+                **_always(0, "current_device", "utilization", "temperature", "power_draw"),
+                **_always(0, "clock_rate"),
                 "device": _NoDevice,
-                "get_device_name": _returning(card.name),
-                "get_device_capability": _returning((card.major, card.minor)),
-                "get_device_properties": _returning(card),
-                "utilization": zero,
-                "temperature": zero,
-                "power_draw": zero,
-                "clock_rate": zero,
             },
         ),
         # Streams and events order kernels; the CPU runs everything in program order.
@@ -76,33 +80,26 @@ def _answers() -> list[tuple[Any, dict[str, Any]]]:
             cuda,
             {
                 "Stream": _Stream,
-                "ExternalStream": _Stream,
+                "ExternalStream": type("ExternalStream", (_Stream,), {}),
                 "Event": _Event,
-                "stream": _NoDevice,
-                "current_stream": _Stream,
-                "default_stream": _Stream,
-                "set_stream": nothing,
-                "synchronize": nothing,
-                "is_current_stream_capturing": _returning(False),
-                "_sleep": nothing,
+                "stream": lambda stream: contextlib.nullcontext(),
+                "current_stream": lambda device=None: _Stream(),
+                "default_stream": lambda device=None: _Stream(),
+                **_always(None, "set_stream", "synchronize", "_sleep"),
+                **_always(False, "is_current_stream_capturing"),
             },
         ),
-        (cuda.graphs, {"is_current_stream_capturing": _returning(False)}),
+        (cuda.graphs, _always(False, "is_current_stream_capturing")),
         # Device memory: none is used.
         (
             cuda,
             {
-                "empty_cache": nothing,
-                "memory_allocated": zero,
-                "max_memory_allocated": zero,
-                "memory_reserved": zero,
-                "max_memory_reserved": zero,
-                "device_memory_used": zero,
-                "reset_peak_memory_stats": nothing,
-                "mem_get_info": _returning((card.total_memory, card.total_memory)),
-                "memory_stats": lambda *args, **kwargs: defaultdict(int),
-                "memory_snapshot": lambda *args, **kwargs: [],
-                "memory_summary": _returning(""),
+                **_always(0, "memory_allocated", "max_memory_allocated", "device_memory_used"),
+                **_always(0, "memory_reserved", "max_memory_reserved"),
+                **_always(None, "empty_cache", "reset_peak_memory_stats"),
+                **_always((card.total_memory, card.total_memory), "mem_get_info"),
+                "memory_stats": lambda device=None: defaultdict(int),
+                "memory_snapshot": lambda mempool_id=None: [],
             },
         ),
         # Randomness: the default generator. torch.manual_seed calls cuda.manual_seed_all, which
@@ -111,14 +108,14 @@ def _answers() -> list[tuple[Any, dict[str, Any]]]:
             cuda,
             {
                 "manual_seed": lambda seed: generator.manual_seed(int(seed)),
-                "get_rng_state": lambda *args, **kwargs: generator.get_state(),
-                "set_rng_state": lambda state, *args, **kwargs: generator.set_state(state),
+                "get_rng_state": lambda device=None: generator.get_state(),
+                "set_rng_state": lambda state, device=None: generator.set_state(state),
                 "default_generators": defaultdict(lambda: generator),
             },
         ),
-        (cuda.random, {"get_rng_state": lambda *args, **kwargs: generator.get_state()}),
+        (cuda.random, {"get_rng_state": lambda device=None: generator.get_state()}),
         # Megatron's tracker of random states defers a call until CUDA is up: it is.
-        (cuda, {"_lazy_init": nothing, "_lazy_call": lambda call, **kwargs: call()}),
+        (cuda, {**_always(None, "_lazy_init"), "_lazy_call": lambda call, **kwargs: call()}),
         # Constructors of typed tensors.
         (
             cuda,
@@ -128,31 +125,36 @@ def _answers() -> list[tuple[Any, dict[str, Any]]]:
             },
         ),
         # Profiling marks.
-        (cuda.nvtx, {"range_push": zero, "range_pop": zero, "range": _NoDevice}),
-        (cuda.profiler, {"start": nothing, "stop": nothing}),
+        (cuda.nvtx, {**_always(0, "range_push", "range_pop"), "range": _NoDevice}),
+        (cuda.profiler, _always(None, "start", "stop")),
         (
             cuda,
             {
-                "check_error": nothing,
-                "cudart": _returning(
-                    SimpleNamespace(cudaProfilerStart=zero, cudaProfilerStop=zero)
+                **_always(None, "check_error"),
+                **_always(
+                    SimpleNamespace(**_always(0, "cudaProfilerStart", "cudaProfilerStop")),
+                    "cudart",
                 ),
-            },
-        ),
-        # Collectives go over gloo, which sums but does not average.
-        (
-            torch.distributed,
-            {
-                "init_process_group": _over_gloo(distributed_c10d.init_process_group),
-                "new_group": _over_gloo(distributed_c10d.new_group),
-                "all_reduce": _all_reduce,
             },
         ),
     ]
 
 
+def _always(value: Any, *names: str) -> dict[str, Callable[..., Any]]:
+    """A function for each name that returns `value`: torch.compile wants them distinct."""
+
+    def answer() -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    return {name: answer() for name in names}
+
+
 class _CudaIsCpu(TorchFunctionMode):
     """Places on the CPU whatever asks for a CUDA device, and names CPU tensors as CUDA's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host_generator = torch.Generator()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -162,6 +164,10 @@ class _CudaIsCpu(TorchFunctionMode):
             return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.random_ and _asker() == "torch.utils.data.dataloader":
+            # The seed of its workers. With a GPU it would not come from dropout's generator;
+            # drawn there, a resumed run would not go on as if it had never stopped.
+            kwargs = {**kwargs, "generator": self._host_generator}
         if kwargs.get("pin_memory"):  # pinned memory is an accelerator's
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -181,7 +187,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NoDevice(contextlib.nullcontext):
-    """Stands for a context on a device, stream or profiler range, whatever its arguments."""
+    """Stands for a context on a device or of a profiler's range, whatever its arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -241,19 +247,19 @@ class _Event:
         return (end.seconds - self.seconds) * 1e3
 
 
-def _returning(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
-
-
-def _to_megatron(answer: Any, truth: Callable[[], Any]) -> Callable[[], Any]:
+def _to_megatron(answer: Callable[[], Any], truth: Callable[[], Any]) -> Callable[[], Any]:
     """Answers Megatron's modules, and everybody else with the truth."""
 
     @functools.wraps(truth)
     def ask() -> Any:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        return answer if asker.partition(".")[0] == "megatron" else truth()
+        return answer() if _asker().partition(".")[0] == "megatron" else truth()
 
     return ask
+
+
+def _asker() -> str:
+    """The name of the module that calls the function that asks this."""
+    return sys._getframe(2).f_globals.get("__name__", "")
 
 
 def _local_processes() -> int:
@@ -265,32 +271,3 @@ def _memory_in_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 1 << 33
-
-
-def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """init_process_group or new_group with gloo for every backend that needs a GPU."""
-
-    @functools.wraps(create)
-    def create_over_gloo(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") in (None, "nccl", "cpu:gloo,cuda:nccl"):
-            kwargs["backend"] = "gloo"
-        if kwargs["backend"] == "gloo":
-            for name in ("pg_options", "device_id"):  # both are NCCL's
-                kwargs.pop(name, None)
-        return create(*args, **kwargs)
-
-    return create_over_gloo
-
-
-@functools.wraps(distributed_c10d.all_reduce)
-def _all_reduce(
-    tensor: torch.Tensor,
-    op: Any = torch.distributed.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    if op != torch.distributed.ReduceOp.AVG:
-        return distributed_c10d.all_reduce(tensor, op=op, group=group, async_op=async_op)
-    assert not async_op, "gloo does not average; --ddp-average-in-collective is refused"
-    distributed_c10d.all_reduce(tensor, group=group)
-    tensor.div_(torch.distributed.get_world_size(group))

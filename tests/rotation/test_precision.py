@@ -1,0 +1,144 @@
+"""Precision inside ARO is ARO's; the caller's setting comes back, whichever API made it."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation import (
+    MatrixBatch,
+    compute_updates,
+    initial_rotation,
+    new_fallback_counts,
+)
+from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
+
+_get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+NODES = [
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+]
+
+
+def observed() -> list[str]:
+    """Everything a caller can see of the setting, through both APIs."""
+    seen = [_get(*node) for node in NODES]
+    for read in (
+        torch.get_float32_matmul_precision,
+        lambda: str(torch.backends.cuda.matmul.allow_tf32),
+    ):
+        try:
+            seen.append(read())
+        except RuntimeError as error:  # the caller mixed the APIs
+            seen.append(type(error).__name__)
+    return seen
+
+
+def legacy(value: str):
+    return lambda: torch.set_float32_matmul_precision(value)
+
+
+def legacy_flag(value: bool):
+    return lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", value)
+
+
+def new(backend: str, op: str, value: str):
+    return lambda: _set(backend, op, value)
+
+
+CALLERS = {
+    "default": lambda: None,
+    **{f"legacy {value}": legacy(value) for value in ("highest", "high", "medium")},
+    **{f"legacy flag {value}": legacy_flag(value) for value in (True, False)},
+    **{
+        f"new {backend}.{op} {value}": new(backend, op, value)
+        for (backend, op), value in itertools.product(NODES, ("tf32", "ieee", "none"))
+    },
+}
+
+
+def reset() -> None:
+    """torch's defaults."""
+    torch.set_float32_matmul_precision("highest")
+    for node in NODES:
+        _set(*node, "tf32" if node == ("cuda", "conv") else "none")
+
+
+@pytest.fixture(autouse=True)
+def pristine():
+    reset()
+    yield
+    reset()
+
+
+def step() -> torch.Tensor:
+    momentum = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
+    rotation = initial_rotation(2, 5, 9, dtype=momentum.dtype, device="cpu")
+    config = AROConfig(precision="tf32")
+    return compute_updates([MatrixBatch(momentum, rotation)], config, new_fallback_counts("cpu"))[0]
+
+
+@pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS.keys())
+@pytest.mark.parametrize("parent", ["none", "tf32"])
+def test_setting_is_restored(caller, parent):
+    """What both APIs report is unchanged, and so is what follows a later change of a parent."""
+
+    def after_parent_moves(act):
+        """The settings seen when parents are changed after ``act``."""
+        reset()
+        _set("cuda", "all", parent)
+        caller()
+        act()
+        seen = [observed()]
+        for parent_node in ("generic", "all"), ("cuda", "all"), ("mkldnn", "all"):
+            for value in "tf32", "ieee":
+                _set(*parent_node, value)
+                seen.append(observed())
+        return seen
+
+    assert after_parent_moves(step) == after_parent_moves(lambda: None)
+
+
+def test_setting_inside():
+    """Inside, products are IEEE on both backends; a TF32 product is TF32 on CUDA alone."""
+    torch.set_float32_matmul_precision("medium")
+    inside = []
+
+    class Watched(torch.Tensor):
+        def __matmul__(self, other):
+            inside.append([_get("cuda", "matmul"), _get("mkldnn", "matmul")])
+            return super().__matmul__(other)
+
+    with ieee_products():
+        for precision in ("tf32", "fp32"):
+            product(torch.ones(2, 2).as_subclass(Watched), torch.ones(2, 2), precision)
+    assert inside == [["tf32", "ieee"], ["ieee", "ieee"]]
+    assert [_get("cuda", "matmul"), _get("mkldnn", "matmul")] == ["tf32", "bf16"]
+
+
+def test_setting_is_restored_after_an_error():
+    """An exception inside leaves nothing behind."""
+    torch.set_float32_matmul_precision("high")
+    before = observed()
+    with pytest.raises(RuntimeError), ieee_products():
+        product(torch.ones(2, 3), torch.ones(2, 3), "tf32")
+    assert observed() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_off_inside(dtype):
+    """Under the caller's autocast the update has the same bits, and float32."""
+    expected = step()
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(step(), expected) and torch.is_autocast_enabled("cpu")
+
+
+def test_unit_roundoff():
+    """On the CPU there is no TF32."""
+    assert unit_roundoff(torch.zeros(1), "tf32") == 6e-8
+    assert unit_roundoff(torch.zeros(1, dtype=torch.float64), "fp32") == 1.1e-16
