@@ -38,26 +38,16 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
     get_model_config,
 )
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training import arguments as megatron_arguments
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_aro.megatron import launch
-from megatron_aro.megatron.data_check import check_data
+from megatron_aro.megatron import launch, preflight
 
 _SPIKE = 10.0  # --check-for-spiky-loss: a loss this many times the largest so far
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-_ABSENT = {  # flags of Megatron's own script for other things than pretraining a GPT
-    "sft": "--sft",
-    "fim_data": "--fim-data",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
-    "logits_load_dir": "--logits-load-dir",
-    "inprocess_restart": "--inprocess-restart",
-    "perform_rl_step": "--perform-rl-step",
-}
 _stragglers = StragglerDetector()
 
 
@@ -72,14 +62,17 @@ def _train(argv: Sequence[str]) -> None:
         extra_args_provider=_complain_in_one_sentence,
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
-    _check(args)
+    preflight.check_settings(args)
+    if args.local_rank == 0:  # every node looks at its files, once
+        preflight.check_data(args, get_tokenizer())
+    alone = args.world_size == 1 and "MASTER_ADDR" not in os.environ
     pretrain(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         datasets,
         ModelType.encoder_or_decoder,
         forward_step,
         get_embedding_ranks=embedding_ranks,
-        store=None if "MASTER_ADDR" in os.environ else torch.distributed.HashStore(),
+        store=torch.distributed.HashStore() if alone else None,
     )
     torch.distributed.destroy_process_group()
 
@@ -92,25 +85,6 @@ def _complain_in_one_sentence(parser: Any) -> Any:
 
     parser.error = error
     return parser
-
-
-def _check(args: Any) -> None:
-    """Refuse what Megatron's validation lets through and what would fail later, or not at all."""
-    for name, flag in _ABSENT.items():
-        if getattr(args, name, None):
-            raise ValueError(
-                f"{flag} is not part of this entry: run your own script with "
-                "`-m megatron_aro.run SCRIPT ...`."
-            )
-    if args.transformer_impl == "transformer_engine":
-        try:
-            import transformer_engine.pytorch  # noqa: F401
-        except ImportError:
-            raise ValueError(
-                "transformer-engine is not installed: pass --transformer-impl local."
-            ) from None
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # every node looks at its files, once
-        check_data(args, get_tokenizer())
 
 
 def forward_step(
@@ -138,7 +112,7 @@ def forward_step(
 
 def _next_batch(
     data_iterator: Iterator[dict] | None, config: Any, vp_stage: int | None
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Any]:
     """This rank's share of the next microbatch, [micro batch, sequence / CP].
 
     Only tensor-parallel rank 0 reads; what a pipeline stage does not use is None.
@@ -146,7 +120,7 @@ def _next_batch(
     args = get_args()
     if not _stage_reads_data(config, vp_stage):
         return dict.fromkeys(_BATCH)
-    batch: dict[str, torch.Tensor | None] = {}
+    batch: dict[str, Any] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = next(data_iterator)

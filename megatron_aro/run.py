@@ -15,11 +15,19 @@ from megatron_aro.megatron import launch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script that `argv` (by default the command line) begins with."""
-    return launch.reported(functools.partial(_run, sys.argv[1:] if argv is None else argv))
+    """Run the script that `argv` (by default the command line) begins with.
+
+    Returns:
+        2 if there is no such script, or its flags cannot work here; errors of the script are its
+        own.
+    """
+    code = launch.reported(functools.partial(_prepare, sys.argv[1:] if argv is None else argv))
+    if code == 0:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return code
 
 
-def _run(argv: Sequence[str]) -> None:
+def _prepare(argv: Sequence[str]) -> None:
     if not argv or argv[0].startswith("-"):
         raise ValueError("Which script? Usage: python -m megatron_aro.run SCRIPT [its flags]")
     script = Path(argv[0])
@@ -27,7 +35,6 @@ def _run(argv: Sequence[str]) -> None:
         raise ValueError(f"Script {script} does not exist.")
     sys.argv[:] = [str(script), *launch.prepare(argv[1:])]
     sys.path[0] = str(script.resolve().parent)  # as Python does for a script
-    runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

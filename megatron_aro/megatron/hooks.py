@@ -55,9 +55,7 @@ def _get_megatron_optimizer(original: Original, config: Any, *rest: Any, **kwarg
     return get_aro_optimizer(config, *rest, **kwargs)
 
 
-def _wrap_with_ddp(
-    original: Original, model_chunks: Any, *rest: Any, **kwargs: Any
-) -> Any:
+def _wrap_with_ddp(original: Original, model_chunks: Any, *rest: Any, **kwargs: Any) -> Any:
     from megatron.training.global_vars import get_args
 
     if get_args().optimizer == arguments.NAME:

@@ -63,6 +63,7 @@ class _Job:
     call: bytes  # pickled (function name, args, kwargs)
     sys_path: list[str]
     timeout: float
+    grace: float
 
 
 class Pool:
@@ -98,16 +99,21 @@ class Pool:
         function: Callable | str,
         *args: Any,
         timeout: float = TIMEOUT_S,
+        grace: float = GRACE_S,
         **kwargs: Any,
     ) -> list[RankResult]:
-        """Like `run`, but with each rank's output, and errors are returned."""
+        """Like `run`, but with each rank's output, and errors are returned.
+
+        Args:
+            timeout, grace: see the constants at the top, in seconds.
+        """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size is {world_size}: the pool has 1 to {self.size} ranks.")
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
         call = pickle.dumps((function, args, kwargs))
         connection = self._started()
-        _send(connection, _Job(world_size, call, list(sys.path), timeout))
+        _send(connection, _Job(world_size, call, list(sys.path), timeout, grace))
         try:
             endings = _receive(connection)
         except (EOFError, OSError):
@@ -221,7 +227,7 @@ def _run_job(job: _Job, connection: Connection) -> list[tuple]:
     try:
         ranks = range(job.world_size)
         pids = {_fork(_be_rank, folder, rank, job): rank for rank in ranks}
-        errors = _wait_for_ranks(pids, job.timeout, connection)
+        errors = _wait_for_ranks(pids, job, connection)
         return [_ending(rank, folder, errors.get(rank, "")) for rank in ranks]
     finally:
         _kill(host)
@@ -256,10 +262,10 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _wait_for_ranks(pids: dict[int, int], timeout: float, connection: Connection) -> dict[int, str]:
+def _wait_for_ranks(pids: dict[int, int], job: _Job, connection: Connection) -> dict[int, str]:
     """Wait for all ranks; returns what is to say about those that did not end by themselves."""
     running, errors = dict(pids), {}
-    deadline, why = time.monotonic() + timeout, f"did not end within {timeout:.0f} s"
+    deadline, why = time.monotonic() + job.timeout, f"did not end within {job.timeout:.0f} s"
     while running:
         time.sleep(_POLL_S)
         for pid, rank in list(running.items()):
@@ -269,8 +275,8 @@ def _wait_for_ranks(pids: dict[int, int], timeout: float, connection: Connection
                 code = os.waitstatus_to_exitcode(status)
                 if code < 0:
                     errors[rank] = f"died of {signal.Signals(-code).name}"
-                if code and time.monotonic() + GRACE_S < deadline:
-                    deadline = time.monotonic() + GRACE_S
+                if code and time.monotonic() + job.grace < deadline:
+                    deadline = time.monotonic() + job.grace
                     why = f"{_ENDED}, waiting for rank {rank}, which failed"
         closed = bool(wait([connection], 0))  # nobody is to speak now: pytest has gone
         if closed or time.monotonic() > deadline:

@@ -12,13 +12,14 @@ import torch
 
 # A GPT that trains in a second: two layers of 32, bytes as tokens. Losses agree between layouts
 # only if all pad the vocabulary alike, hence the last flag.
-TINY = """
+_TINY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
     --train-iters 5 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 1
     --weight-decay 0.1 --log-interval 1 --eval-interval 1000 --eval-iters 0 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 256 --make-vocab-size-divisible-by 32
-""".split()
+"""
+TINY = _TINY.split()
 
 
 @dataclass

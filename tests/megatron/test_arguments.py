@@ -37,7 +37,13 @@ def test_defaults_are_those_of_the_config(parse):
 
 def test_every_setting_has_a_flag_that_reaches_it(parse):
     """Each flag, set to something else, changes its own field and nothing else."""
-    other = {"momentum": 0.5, "beta2": 0.5, "update_rms": 0.3, "sinkhorn_iters": 3, "scqr_eps": 1e-6}
+    other = {
+        "momentum": 0.5,
+        "beta2": 0.5,
+        "update_rms": 0.3,
+        "sinkhorn_iters": 3,
+        "scqr_eps": 1e-6,
+    }
     for f in settings():
         choices = f.metadata["choices"]
         value = next(c for c in choices if c != f.default) if choices else other[f.name]
@@ -106,7 +112,9 @@ def test_values_out_of_range_name_flag_value_and_rule(parse, flags):
         parse(*flags)
 
 
-@pytest.mark.parametrize("flags", [("--aro-projection", "muon"), ("--aro-iters", "3"), ("--aro-qr",)])
+@pytest.mark.parametrize(
+    "flags", [("--aro-projection", "muon"), ("--aro-iters", "3"), ("--aro-qr",)]
+)
 def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     """argparse names the flag and the choices."""
     with pytest.raises(SystemExit) as exit_:

@@ -211,7 +211,9 @@ def test_tensor_parallel_ranks_draw_different_weights(pool: Pool) -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert first[0].shards[name].size == 2
     assert not torch.allclose(first[0].weights[name], first[1].weights[name], atol=1e-2)
-    assert all(torch.equal(a.weights[name], b.weights[name]) for a, b in zip(first, second))
+    assert all(
+        torch.equal(a.weights[name], b.weights[name]) for a, b in zip(first, second, strict=True)
+    )
 
 
 # One process and data parallel

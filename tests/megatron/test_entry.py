@@ -211,6 +211,41 @@ def with_traceback() -> int:
     return pretrain_gpt.main([*REAL, "--data-path", "nowhere"])
 
 
+def without_transformer_engine() -> str:
+    from argparse import Namespace
+
+    from megatron_aro.megatron import preflight
+
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if not installed
+    try:
+        preflight.check_settings(Namespace(transformer_impl="transformer_engine"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_transformer_engine_is_not_replaced_silently(pool: Pool) -> None:
+    """Where it cannot be imported, with a GPU too, the sentence says what to pass."""
+    said = "transformer-engine is not installed: pass --transformer-impl local."
+    assert pool.run(1, without_transformer_engine) == [said]
+
+
+def fail_on_rank_1() -> None:
+    from megatron_aro import pretrain_gpt
+
+    flags = ["--nonsense"] if os.environ["RANK"] == "1" else []
+    sys.exit(pretrain_gpt.main([*TINY, *flags]))
+
+
+def test_an_error_of_one_rank_is_heard(pool: Pool) -> None:
+    """Rank 0 waits for a rank that refused: that rank speaks, with its number."""
+    _, second = pool.run_ranks(2, fail_on_rank_1, grace=0.5)
+    assert (
+        second.stderr == "error on rank 1: unrecognized arguments: --nonsense "
+        "(--help lists all flags)\n"
+    )
+
+
 # The real command lines
 
 
@@ -234,7 +269,7 @@ def test_torchrun_trains() -> None:
 
 
 def test_torchrun_says_what_is_wrong_once() -> None:
-    """A world size that does not divide: one sentence for two ranks, and a failure for the shell."""
+    """A world size that does not divide: one sentence for two ranks, and a failed command."""
     done = launch(
         "megatron_aro.pretrain_gpt", *TINY, "--pipeline-model-parallel-size", "4", processes=2
     )
@@ -251,6 +286,7 @@ def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
     done = launch("megatron_aro.run", str(script), *TINY, "--their-flag", "7")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "their optimizer is adam 7" in done.stdout
+    assert "No GPU" in done.stdout
     assert done.stdout.count("elapsed time per iteration") == 5
 
 

@@ -2,8 +2,8 @@
 
 Four things stand between Megatron and a CPU, a file for each: it calls torch.cuda everywhere
 (`answers`), gloo refuses some collectives (`collectives`), some defaults are kernels that exist on
-a GPU only (`flags`), and torch's norm refuses sequence parallelism (`norm`). Where a GPU is there, none of it happens: `enable` returns
-before it touches anything.
+a GPU only (`flags`), and torch's norm refuses sequence parallelism (`norm`). Where a GPU is there,
+none of it happens: `enable` returns before it touches anything.
 
 An entry calls `enable` first, and `prepare` with the user's flags.
 """

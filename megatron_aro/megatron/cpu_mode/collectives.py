@@ -66,12 +66,12 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Megatron's dispatcher of tokens makes its counts numpy arrays only on their way from a GPU."""
-    splits = [
+    """Megatron's dispatcher of tokens has counts in tensors, which it copies from a GPU only."""
+    outgoing, incoming = (
         sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-        for sizes in (output_split_sizes, input_split_sizes)
-    ]
-    return c10d.all_to_all_single(output, input, *splits, group, async_op)
+        for sizes in (input_split_sizes, output_split_sizes)
+    )
+    return c10d.all_to_all_single(output, input, incoming, outgoing, group, async_op)
 
 
 @functools.wraps(c10d.all_gather)

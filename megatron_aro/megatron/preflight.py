@@ -1,19 +1,50 @@
-"""Look at the training data before anything is built.
+"""What Megatron's validation lets through and what would fail later, or never end.
 
-Megatron finds a missing file when model and optimizer stand, and a token outside the vocabulary as
-an index error, or a CUDA assertion, some steps later.
+A missing data file is found when model and optimizer stand; a token outside the vocabulary is an
+index error, or a CUDA assertion, some steps later; a split without documents is searched forever.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+_ELSEWHERE = {  # flags of Megatron's own script for other things than pretraining a GPT
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "logits_load_dir": "--logits-load-dir",
+    "inprocess_restart": "--inprocess-restart",
+    "perform_rl_step": "--perform-rl-step",
+}
 _WINDOWS, _WINDOW = 16, 1 << 16  # tokens: 16 stretches of 65,536, so small files are read whole
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Refuse what `megatron_aro.pretrain_gpt` cannot do, or not on this machine.
+
+    Raises:
+        ValueError: one sentence that says what to do.
+    """
+    for name, flag in _ELSEWHERE.items():
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{flag} is not part of this entry: run your own script with "
+                "`-m megatron_aro.run SCRIPT ...`."
+            )
+    if args.transformer_impl == "transformer_engine":
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except ImportError:
+            raise ValueError(
+                "transformer-engine is not installed: pass --transformer-impl local."
+            ) from None
 
 
 def check_data(args: argparse.Namespace, tokenizer: Any) -> None:
@@ -54,19 +85,19 @@ def _check_prefix(prefix: str, args: argparse.Namespace, tokenizer: Any) -> None
                 f"Data file {prefix}{suffix} does not exist: a data path is the common prefix of "
                 "a .bin and an .idx file."
             )
-    if Path(prefix + ".bin").stat().st_size == 0:
+    have = Path(prefix + ".bin").stat().st_size
+    dataset: Any = IndexedDataset(prefix) if have else []
+    if not len(dataset):
         raise ValueError(f"{prefix}.bin is empty.")
-    dataset = IndexedDataset(prefix)
-    if args.data_path or args.data_args_path:
-        _check_split(prefix, len(dataset), args.split)
     index = dataset.index
     need = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
-    have = Path(prefix + ".bin").stat().st_size
     if have != need:
         raise ValueError(
             f"{prefix}.bin has {have} bytes, but its .idx speaks of {need}: the two files do not "
             "belong together, or copying was cut off."
         )
+    if args.data_path or args.data_args_path:
+        _check_split(prefix, len(dataset), args.split)
     largest = largest_token(prefix + ".bin", index.dtype)
     kind = args.tokenizer_type
     if largest >= args.padded_vocab_size:

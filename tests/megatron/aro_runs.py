@@ -1,0 +1,145 @@
+"""What the tests look at inside ARO's training runs; functions here run inside a pool's ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from runs import TINY
+
+ARO = [*TINY, "--optimizer", "aro"]
+# Every kind of split of a dense model: query groups and gated fc1.
+GATED = """
+    --swiglu --disable-bias-linear --group-query-attention --num-query-groups 2
+""".split()
+MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--swiglu", "--disable-bias-linear"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+
+
+def optimizer_state(model: list, optimizer: Any) -> dict[str, torch.Tensor]:
+    """All state of this rank: momenta, Adam's moments, steps, rotations, fall-backs."""
+    state = dict(optimizer._matrices.rotation_state())
+    for index, chained in enumerate(optimizer.chained_optimizers):
+        parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
+        for i, parameter in enumerate(parameters):
+            for key, value in chained.optimizer.state[parameter].items():
+                state[f"{index}.{i}.{key}"] = torch.as_tensor(value)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def train_recorded(argv: list[str]) -> dict[str, Any]:
+    """Train and record what this rank's part of ARO was given.
+
+    Returns:
+        spans: (start, stop) of this rank's elements by parameter name; weights: these elements
+        before the first step; steps: per step their gradients, the group's lr and weight decay;
+        result: the run's TrainResult.
+    """
+    import runs
+
+    from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+
+    seen: dict[str, Any] = {"steps": []}
+    original = MatrixOptimizer.step
+
+    def step(self: MatrixOptimizer, closure: None = None) -> None:
+        copies = {name: main.detach().flatten().clone() for name, main in self._main.items()}
+        seen.setdefault("weights", copies)
+        seen["spans"] = {name: (piece.start, piece.stop) for name, piece in self._pieces.items()}
+        gradients = {name: main.grad.flatten().clone() for name, main in self._main.items()}
+        (rates,) = {(g["lr"], g["weight_decay"]) for g in self.param_groups if g["params"]}
+        seen["steps"].append((gradients, *rates))
+        original(self, closure)
+
+    MatrixOptimizer.step = step  # type: ignore[method-assign]
+    seen["result"] = runs.train(argv)
+    return seen
+
+
+def whole(parts: list[dict[str, torch.Tensor]], spans: list[dict[str, Any]], like: dict) -> dict:
+    """Parameters from the pieces of all ranks, in the shapes of `like`; NaN where none has any."""
+    made = {}
+    for name in {name for held in spans for name in held}:
+        flat = torch.full((like[name].numel(),), float("nan"))
+        for part, held in zip(parts, spans, strict=True):
+            if name in held:
+                flat[slice(*held[name])] = part[name]
+        made[name] = flat.view(like[name].shape)
+    return made
+
+
+def train_with_poisoned_gradient(argv: list[str], iteration: int, ranks: list[int]) -> dict:
+    """Train, and put a NaN into one reduced gradient before one step.
+
+    Args:
+        ranks: those that see it; all where parameters are replicated, as after an all-reduce.
+
+    Returns:
+        everything the optimizer holds right before and right after that step, and the run's
+        weights.
+    """
+    import runs
+    import torch.distributed as dist
+
+    from megatron_aro.megatron.optimizer import AROChainedOptimizer
+
+    seen: dict[str, Any] = {"returned": []}
+    step, prepare_grads = AROChainedOptimizer.step, AROChainedOptimizer.prepare_grads
+
+    def poisoned(self: AROChainedOptimizer) -> bool:
+        returned = prepare_grads(self)
+        if len(seen["returned"]) == iteration:
+            seen["before"] = _everything(self)
+            if dist.get_rank() in ranks:
+                self.chained_optimizers[0].get_parameters()[0].grad.view(-1)[0] = float("nan")
+        return returned
+
+    def observed(self: AROChainedOptimizer) -> Any:
+        returned = step(self)
+        if len(seen["returned"]) == iteration:
+            seen["after"] = _everything(self)
+        seen["returned"].append(bool(returned[0]))
+        return returned
+
+    AROChainedOptimizer.step = observed  # type: ignore[method-assign]
+    AROChainedOptimizer.prepare_grads = poisoned  # type: ignore[method-assign]
+    result = runs.train(argv)
+    return {**seen, "weights": result.weights, "exit_status": result.exit_status}
+
+
+def _everything(optimizer: Any) -> dict[str, torch.Tensor]:
+    main = [p for chained in optimizer.chained_optimizers for p in chained.get_parameters()]
+    weights = {f"main.{i}": p.detach().clone() for i, p in enumerate(main)}
+    return {**weights, **optimizer_state([], optimizer)}
+
+
+def train_with_lost_parameter(argv: list[str]) -> int:
+    """Train with one parameter taken out of the groups, as a fault in the routing would."""
+    import runs
+
+    from megatron_aro.megatron import optimizer as built
+
+    original = built._param_groups
+
+    def groups(*args: Any) -> Any:
+        found = original(*args)
+        next(g for g in found[False] if g["params"])["params"].pop()
+        return found
+
+    built._param_groups = groups
+    return runs.train(argv).exit_status
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of tensors are the same, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_unregistered(argv: list[str]) -> dict[str, torch.Tensor]:
+    """The weights of a run in which megatron_aro.register() does nothing."""
+    import runs
+
+    import megatron_aro
+
+    megatron_aro.register = lambda: None
+    return runs.train(argv).weights

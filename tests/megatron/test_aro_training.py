@@ -1,0 +1,210 @@
+"""`--optimizer aro` in real Megatron gives what the single-process optimizer gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aro_runs import (
+    ARO,
+    DISTRIBUTED,
+    GATED,
+    MOE,
+    optimizer_state,
+    same,
+    train_recorded,
+    train_with_lost_parameter,
+    train_with_poisoned_gradient,
+    whole,
+)
+from pool import Pool
+from runs import TINY, TrainResult
+
+import megatron_aro
+
+HEADS, GROUPS, HIDDEN = 4, 2, 32
+HEAD = HIDDEN // HEADS
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: Pool) -> TrainResult:
+    return pool.train(1, [*ARO, *GATED], inspect=optimizer_state)[0]
+
+
+def split(name: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The matrices of a weight, cut as Megatron's own layers cut it; rows are the residual side."""
+    if "linear_qkv" in name:
+        grouped = stored.view(GROUPS, HEADS // GROUPS + 2, HEAD, HIDDEN)
+        parts = grouped.split([HEADS // GROUPS, 1, 1], dim=1)
+        return {k: p.reshape(-1, HIDDEN).T for k, p in zip("qkv", parts, strict=True)}
+    if "linear_fc1" in name:
+        gate, up = stored.chunk(2)
+        return {"gate": gate.T, "up": up.T}
+    return {"": stored}
+
+
+LAYOUTS = {
+    "one process": (1, []),
+    "replicated 2": (2, []),
+    "distributed 2": (2, DISTRIBUTED),
+    "distributed 3": (3, [*DISTRIBUTED, "--global-batch-size", "6"]),
+    "distributed 4, overlap, small buckets": (
+        4,
+        [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
+        + ["--ddp-bucket-size", "3000"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_every_layout_steps_as_the_single_process_optimizer(
+    pool: Pool, world_size: int, flags: list[str]
+) -> None:
+    """From Megatron's own gradients, rates and decay, `megatron_aro.ARO` gives the same weights.
+
+    The matrices are cut here by Megatron's views, so that a wrong split or orientation shows.
+    Equal up to float32 rounding of batched products: 1e-6 on weights of size 1e-1.
+    """
+    argv = [*ARO, *GATED, "--micro-batch-size", "1", *flags]
+    ranks = pool.run(world_size, train_recorded, argv)
+    last = ranks[0]["result"].weights
+    spans = [rank["spans"] for rank in ranks]
+    if "--use-distributed-optimizer" not in flags:  # each rank has everything
+        ranks, spans = ranks[:1], spans[:1]
+    first = whole([rank["weights"] for rank in ranks], spans, last)
+    parameters = {
+        (name, part): torch.nn.Parameter(matrix.clone())
+        for name, stored in first.items()
+        for part, matrix in split(name, stored).items()
+    }
+    assert len(parameters) == 2 * (3 + 1 + 2 + 1)
+
+    optimizer = megatron_aro.ARO(parameters.values(), lr=1.0)
+    rates = []
+    for step in zip(*(rank["steps"] for rank in ranks), strict=True):
+        gradients = whole([gradients for gradients, _, _ in step], spans, last)
+        _, lr, weight_decay = step[0]
+        assert weight_decay == 0.1
+        rates.append(lr)
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, weight_decay
+        for (name, part), parameter in parameters.items():
+            parameter.grad = split(name, gradients[name])[part].clone()
+        optimizer.step()
+    for (name, part), parameter in parameters.items():
+        torch.testing.assert_close(split(name, last[name])[part], parameter.data, rtol=0, atol=1e-6)
+    # Megatron's schedule: one step of warm-up, then cosine from 1e-2.
+    assert len(rates) == 5 and rates[0] == 0 and rates[1] == pytest.approx(1e-2)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
+def test_data_parallel_ranks_agree_with_one_process(pool: Pool, flags: list[str]) -> None:
+    """Losses are one process's but for the order of gradient sums; replicas are bit-identical.
+
+    That order is 1e-7 of a gradient. Weights differ by more, where a momentum is nearly zero in a
+    direction and rounding decides what is normalised there; the loss does not see it (2e-5 here).
+    """
+    argv = [*ARO, *GATED, "--micro-batch-size", "1"]
+    one, results = pool.train(1, argv)[0], pool.train(4, [*argv, *flags])
+    assert results[0].losses == pytest.approx(one.losses, abs=1e-4)
+    assert all(same(other.weights, results[0].weights) for other in results)
+
+
+def test_the_distributed_optimizer_changes_nothing(pool: Pool) -> None:
+    """Nothing is reassociated between it and replicated parameters at DP 2: the same bits."""
+    argv = [*ARO, *GATED]
+    replicated, distributed = pool.train(2, argv)[0], pool.train(2, [*argv, *DISTRIBUTED])[0]
+    assert same(replicated.weights, distributed.weights)
+
+
+def test_two_runs_are_bit_identical(pool: Pool, one_process: TrainResult) -> None:
+    """Same seed, same bits: losses, weights, momenta and rotations."""
+    again = pool.train(1, [*ARO, *GATED], inspect=optimizer_state)[0]
+    assert again.losses == one_process.losses
+    assert same(again.weights, one_process.weights)
+    assert same(again.inspected, one_process.inspected)
+
+
+@pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
+def test_bf16_follows_float32(pool: Pool, one_process: TrainResult, flags: list[str]) -> None:
+    """bf16 with float32 main parameters: losses within bf16's 2^-8 of float32's."""
+    result = pool.train(2, [*ARO, *GATED, "--bf16", *flags])[0]
+    assert result.losses == pytest.approx(one_process.losses, rel=2**-8)
+    assert all(w.dtype == torch.bfloat16 for w in result.weights.values())
+
+
+@pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
+def test_experts_train_without_expert_parallelism(pool: Pool, flags: list[str]) -> None:
+    """Routers and each expert's gate, up and down projections are ARO's; DP 2 is one process."""
+    argv = [*ARO, *MOE]
+    alone = pool.train(1, argv, inspect=optimizer_state)[0]
+    shared = pool.train(2, [*argv, *flags])[0]
+    assert sum("local_experts" in name for name in alone.inspected) == 2 * 4 * 3
+    assert sum("router" in name for name in alone.inspected) == 2
+    assert alone.losses[-1] < alone.losses[0]
+    assert shared.losses == pytest.approx(alone.losses, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("--aro-projection", "adam"),
+        ("--aro-projection", "sign", "--aro-rotation", "eigen"),
+        ("--aro-projection", "rownorm", "--aro-rotation", "polar"),
+        ("--aro-rotation", "none"),
+        ("--aro-qr", "qr", "--aro-orientation", "min-side"),
+        ("--aro-qr", "scqr", "--aro-orientation", "right"),
+    ],
+    ids=" ".join,
+)
+def test_every_setting_trains(pool: Pool, setting: tuple[str, ...]) -> None:
+    """Each member of the family lowers the loss in five steps."""
+    result = pool.train(1, [*ARO, *GATED, *setting])[0]
+    assert result.losses[-1] < result.losses[0] - 0.1
+
+
+def test_adamw_keeps_the_rest(pool: Pool, one_process: TrainResult) -> None:
+    """Vocabulary and vectors have Adam's two moments; no decay on vectors; nothing is ARO's too."""
+    state = one_process.inspected
+    assert sum(key.startswith("0.") for key in state) == 2 * 4  # exp_avg of 4 weights per layer
+    # per layer two norms (weight and bias); final norm; word and position embeddings
+    assert sum(key.endswith("exp_avg_sq") for key in state) == 2 * 4 + 2 + 2
+    table = one_process.stdout.partition("the optimizer of each trainable parameter")[2]
+    assert "linear_qkv.weight" in table and "q, k, v" in table
+    (line,) = (x for x in table.splitlines() if "word_embeddings" in x)
+    assert "AdamW" in line
+
+
+def test_a_parameter_without_optimizer_is_fatal(pool: Pool) -> None:
+    """The start-up check counts parameters; a fault in the routing does not train."""
+    (rank,) = pool.run_ranks(1, train_with_lost_parameter, ARO)
+    assert rank.value != 0
+    assert "1 trainable parameters have no optimizer" in rank.stderr
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "flags"),
+    [([0], []), ([1], DISTRIBUTED), ([0, 1], ["--bf16"])],
+    ids=["one process", "distributed", "replicated bf16"],
+)
+def test_a_nan_gradient_changes_nothing_on_any_rank(
+    pool: Pool, poisoned: list[int], flags: list[str]
+) -> None:
+    """Weights, momenta, moments and rotations stay bit for bit; the step counts as skipped."""
+    argv = [*ARO, *flags, "--no-check-for-nan-in-loss-and-grad"]
+    ranks = pool.run_ranks(max(poisoned) + 1, train_with_poisoned_gradient, argv, 2, poisoned)
+    for rank in ranks:
+        assert rank.error == "" and rank.value["exit_status"] == 0, rank.stderr
+        assert rank.value["returned"] == [True, True, False, True, True]
+        assert same(rank.value["before"], rank.value["after"])
+        assert all(w.isfinite().all() for w in rank.value["weights"].values())
+    assert "number of skipped iterations:   1" in "".join(rank.stdout for rank in ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_registering_changes_no_other_optimizer(pool: Pool, optimizer: str) -> None:
+    """The same bits with and without megatron_aro.register()."""
+    argv = [*TINY, "--optimizer", optimizer]
+    with_ = pool.train(1, argv)[0]
+    (without,) = pool.run(1, "aro_runs:train_unregistered", argv)
+    assert same(with_.weights, without)
