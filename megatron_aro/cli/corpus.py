@@ -98,7 +98,7 @@ def build(files: Mapping[str, Path], out: Path, held_out: float = 0.05) -> dict[
     out.mkdir(parents=True, exist_ok=True)
     for split, paths in splits.items():
         _write(paths, out / split)
-    _replace(record, json.dumps(facts, indent=1))
+    write_whole(record, json.dumps(facts, indent=1))
     return facts
 
 
@@ -123,7 +123,7 @@ def _write(paths: Iterable[Path], prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a whole file or, if interrupted, none."""
     part = path.with_suffix(".part")
     part.write_text(text)

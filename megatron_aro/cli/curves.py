@@ -102,7 +102,7 @@ def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
         if curve.valid_loss is not None:
             label += f"  (validation {curve.valid_loss:.3f})"
         axes.plot(steps, smoothed, color=colour, linestyle=dashes, linewidth=2, label=label)
-    early = max(curve.smoothed()[len(curve.losses) // 12] for curve in curves)
+    early = max(curve.smoothed()[len(curve.losses) // 7] for curve in curves)
     axes.set_ylim(min(min(curve.losses) for curve in curves) - 0.05, early)
     axes.set_xlim(0, max(len(curve.losses) for curve in curves))
     axes.set_xlabel("step")

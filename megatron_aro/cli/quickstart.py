@@ -113,7 +113,7 @@ def train(name: str, flags: list[str], settings: dict, steps: int, out: Path) ->
     if child.returncode or len(curve.losses) != steps or curve.valid_loss is None:
         print(*last, sep="", file=sys.stderr)
         sys.exit(f"{name} failed (exit code {child.returncode}); its whole log is {log}")
-    record.write_text(json.dumps({"settings": settings, "curve": asdict(curve)}))
+    corpus.write_whole(record, json.dumps({"settings": settings, "curve": asdict(curve)}))
     return curve
 
 

@@ -1,7 +1,7 @@
 """Every Megatron name that is wrapped, each with its reason. Nothing else replaces one.
 
-Tested on the versions in `support.TESTED_MEGATRON`. All wrappers pass through untouched when the
-optimizer is not ARO. The CPU mode, which stands in for torch.cuda, is apart in `cpu_mode`.
+Tested on the versions in `support.TESTED_MEGATRON`. The wrappers that concern the optimizer pass
+through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart in `cpu_mode`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_aro.megatron import arguments
@@ -65,6 +66,15 @@ def _wrap_with_ddp(original: Original, model_chunks: Any, *rest: Any, **kwargs: 
     return original(model_chunks, *rest, **kwargs)
 
 
+def _compile_helpers(original: Original) -> None:
+    from megatron.core.datasets import utils
+
+    if Path(utils.__file__).with_name("Makefile").exists():
+        original()
+    else:
+        importlib.import_module("megatron.core.datasets.helpers")
+
+
 class Hook(NamedTuple):
     module: str
     name: str
@@ -115,6 +125,13 @@ HOOKS = (
         "get_megatron_optimizer",
         _get_megatron_optimizer,
         "The same factory, which the training loop imported by name.",
+    ),
+    Hook(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        _compile_helpers,
+        "It runs make and exits when that fails; Megatron's wheel ships the helpers compiled and "
+        "without the Makefile.",
     ),
 )
 

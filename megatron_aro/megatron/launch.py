@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -40,19 +39,7 @@ def prepare(argv: Sequence[str]) -> list[str]:
 
     cpu_mode.enable()
     register()
-    _use_shipped_dataset_helpers()
     return cpu_mode.prepare(argv)
-
-
-def _use_shipped_dataset_helpers() -> None:
-    """Megatron runs make for its C++ dataset helpers, and exits when that fails.
-
-    Its wheel ships them compiled and without the Makefile.
-    """
-    from megatron.core.datasets import utils
-
-    if not Path(utils.__file__).with_name("Makefile").exists():
-        utils.compile_helpers = lambda: importlib.import_module("megatron.core.datasets.helpers")
 
 
 def reported(run: Callable[[], None]) -> int:

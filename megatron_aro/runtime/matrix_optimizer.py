@@ -66,13 +66,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._matrices = list(by_shape(matrices).items())
         self._batches = []
         for (m, n), members in self._matrices:
-            like = {"dtype": torch.float32, "device": device}
             moment = second_moment_shape(self.aro, m, n)
             self._batches.append(
                 MatrixBatch(
                     momentum=torch.empty(0),  # each step's own
-                    rotation=initial_rotation(len(members), m, n, **like),
-                    second_moment=torch.zeros(len(members), *moment, **like) if moment else None,
+                    rotation=initial_rotation(
+                        len(members), m, n, dtype=torch.float32, device=device
+                    ),
+                    second_moment=torch.zeros(len(members), *moment, device=device)
+                    if moment
+                    else None,
                 )
             )
         self.fallbacks = new_fallback_counts(device)

@@ -14,6 +14,7 @@ pickled. Everything runs in CPU mode over gloo, one thread a rank, also where th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -241,6 +242,7 @@ def _fork(life: Callable[..., int], folder: Path, *args: Any) -> int:
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)  # with what it forks itself, as checkpoint writers are; see _kill
         _die_with_parent()
         code = life(folder, *args)
     except BaseException:
@@ -252,8 +254,15 @@ def _fork(life: Callable[..., int], folder: Path, *args: Any) -> int:
 
 
 def _kill(pid: int) -> None:
+    """End a process that was forked here, and all that it left behind."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _die_with_parent() -> None:
@@ -272,6 +281,7 @@ def _wait_for_ranks(pids: dict[int, int], job: _Job, connection: Connection) -> 
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del running[pid]
+                _kill_group(pid)
                 code = os.waitstatus_to_exitcode(status)
                 if code < 0:
                     errors[rank] = f"died of {signal.Signals(-code).name}"

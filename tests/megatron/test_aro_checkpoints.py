@@ -32,7 +32,7 @@ CASES = {
 def test_a_resumed_run_is_bit_identical(
     pool: Pool, tmp_path: Path, world_size: int, flags: list[str]
 ) -> None:
-    """Weights, momenta, moments, step counts, rotations and fall-back counters after 3 + 3 steps."""
+    """Weights, momenta, moments, step counts, rotations, fall-back counters after 3 + 3 steps."""
     save = ["--save", str(tmp_path), "--save-interval", "3"]
     straight = pool.train(world_size, [*RUN, *flags, *save], inspect=optimizer_state)
     assert {p.name for p in tmp_path.glob("iter_*")} == {"iter_0000003", "iter_0000006"}

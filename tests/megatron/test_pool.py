@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +70,30 @@ def test_a_hanging_rank_times_out(pool: Pool) -> None:
     """Nobody fails, nobody ends: the timeout does."""
     with pytest.raises(WorkerError, match="did not end within 1 s"):
         pool.run(1, fail_on, 1, hang=True, timeout=1)
+
+
+def fork_a_child(path: str, ends: bool) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    Path(path).write_text(str(child))
+    if not ends:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_children_of_ranks_are_ended(pool: Pool, tmp_path: Path, ends: bool) -> None:
+    """What a rank forks (Megatron forks a manager for each torch_dist save) ends with it."""
+    pids = tmp_path / "pids"
+    pool.run_ranks(1, fork_a_child, str(pids), ends=ends, timeout=5)
+    child = int(pids.read_text())
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(found.stdout.strip()) and not found.stdout.startswith("Z")
