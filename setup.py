@@ -28,7 +28,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_aro", "megatron_aro.*"]),
     python_requires=">=3.12",
-    install_requires=["torch", "megatron-core>=0.18,<0.20", "numpy"],
+    install_requires=["torch", "megatron-core>=0.19.2,<0.20", "numpy", "psutil"],
     extras_require={
         "muon": MUON,
         "quickstart": QUICKSTART,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def check_settings(args: argparse.Namespace) -> None:
             raise ValueError(
                 "transformer-engine is not installed: pass --transformer-impl local."
             ) from None
+    # Megatron imports it at the first save, after hours of training.
+    if args.save and args.ckpt_format == "torch_dist" and not find_spec("psutil"):
+        raise ValueError(
+            "--save needs the package psutil for torch_dist checkpoints: install it, or pass "
+            "--ckpt-format torch."
+        )
 
 
 def check_data(args: argparse.Namespace, tokenizer: Any) -> None:

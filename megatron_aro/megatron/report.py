@@ -60,5 +60,9 @@ def report_fallbacks(matrices: MatrixOptimizer, interval: int) -> None:
     since = {rung: count - before.get(rung, 0) for rung, count in counts.items()}
     (_, total), *rungs = since.items()
     if dist.get_rank() == 0 and any(count for _, count in rungs):
-        climbed = ", ".join(f"{rung} {count}" for rung, count in rungs)
-        print(f"> ARO: fall-backs in the last {interval} steps, of {total}: {climbed}", flush=True)
+        climbed = ", ".join(f"{count} {rung.replace('_', ' ')}" for rung, count in rungs if count)
+        print(
+            f"> ARO: fall-backs of {total} orthonormalisations in the last {interval} steps: "
+            f"{climbed}",
+            flush=True,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from pool import Pool
 from runs import TINY, TrainResult
+
+from megatron_aro.megatron import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = [flag for flag in TINY if flag != "--mock-data"]
@@ -322,3 +325,13 @@ def test_a_missing_script_is_one_sentence(pool: Pool, argv: list[str]) -> None:
     assert re.fullmatch(
         r"error: (Which script\? .*|Script nowhere.py does not exist.)\n", result.stderr
     )
+
+
+def test_a_save_that_would_fail_later_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron needs psutil at the first torch_dist save, not before."""
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    args = argparse.Namespace(transformer_impl="local", save="out", ckpt_format="torch_dist")
+    with pytest.raises(ValueError, match="psutil"):
+        preflight.check_settings(args)
+    args.ckpt_format = "torch"
+    preflight.check_settings(args)

@@ -1,0 +1,30 @@
+"""The README says what the code does where a machine can tell."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_aro.config import flags_table
+from megatron_aro.megatron.support import TESTED_MEGATRON
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_flags_is_the_generated_one():
+    """Defaults, choices and help in the README are AROConfig's."""
+    table = README.partition("tests/test_readme.py -->\n")[2].partition("\n<!-- end of flags")[0]
+    assert table == flags_table()
+
+
+def test_the_tested_versions_are_named():
+    """The window in the README is the one that register() enforces."""
+    row = next(line for line in README.splitlines() if line.startswith("| megatron-core |"))
+    assert all(version in row for version in TESTED_MEGATRON)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)\)|(?<=`)(scripts/[\w.]+)", README))
+def test_files_that_it_names_exist(path):
+    """No dead link."""
+    assert (ROOT / (path[0] or path[1])).exists()
