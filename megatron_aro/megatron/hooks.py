@@ -1,7 +1,8 @@
 """Every Megatron name that is wrapped, each with its reason. Nothing else replaces one.
 
 Tested on the versions in `support.TESTED_MEGATRON`. The wrappers that concern the optimizer pass
-through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart in `cpu_mode`.
+through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart in
+`cpu_mode`.
 """
 
 from __future__ import annotations
