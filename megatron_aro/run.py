@@ -18,12 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script that `argv` (by default the command line) begins with.
 
     Returns:
-        2 if there is no such script, or its flags cannot work here; errors of the script are its
-        own.
+        2 if there is no such script, or its flags cannot work here or with ARO; other errors of
+        the script are its own.
     """
     code = launch.reported(functools.partial(_prepare, sys.argv[1:] if argv is None else argv))
     if code == 0:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = launch.refused(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
     return code
 
 

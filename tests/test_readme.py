@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_aro.config import flags_table
-from megatron_aro.megatron.support import TESTED_MEGATRON
+from megatron_aro.megatron.support import _REFUSALS, TESTED_MEGATRON
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,3 +28,28 @@ def test_the_tested_versions_are_named():
 def test_files_that_it_names_exist(path):
     """No dead link."""
     assert (ROOT / (path[0] or path[1])).exists()
+
+
+@pytest.mark.parametrize("refusal", _REFUSALS, ids=lambda refusal: refusal.flag)
+def test_what_is_refused_is_said(refusal):
+    """Each refusal of the code has its words in the README."""
+    words = {
+        "--tensor-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
+        "--pipeline-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
+        "--context-parallel-size": "tensor, pipeline, context\nand expert parallelism",
+        "--expert-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
+        "--expert-tensor-parallel-size": "tensor, pipeline, context\nand expert parallelism",
+        "--num-distributed-optimizer-instances": "several distributed-optimizer instances",
+        "--fp16": "fp16",
+        "--use-megatron-fsdp": "FSDP",
+        "--use-torch-fsdp2": "FSDP",
+        "--use-precision-aware-optimizer": "precision-aware optimizer",
+        "--optimizer-cpu-offload": "CPU offload",
+        "--rl-offload-optimizer-during-inference": "offload during RL\ninference",
+        "--optimizer-cuda-graph": "optimizer CUDA graphs",
+        "--cuda-graph-impl full_iteration": "optimizer CUDA graphs",
+        "--fp8-param-gather": "FP8/FP4 parameter gather",
+        "--fp4-param-gather": "FP8/FP4 parameter gather",
+        "--ckpt-format": "other checkpoint formats",
+    }
+    assert words.get(refusal.flag, refusal.flag) in README

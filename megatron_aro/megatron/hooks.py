@@ -1,4 +1,4 @@
-"""Every Megatron name that is wrapped, each with its reason. Nothing else replaces one.
+"""Every Megatron name that is wrapped, each with its reason. On a GPU nothing else replaces one.
 
 Tested on the versions in `support.TESTED_MEGATRON`. The wrappers that concern the optimizer pass
 through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart in
@@ -7,6 +7,7 @@ through untouched when it is not ARO. The CPU mode, which stands in for torch.cu
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import warnings
@@ -14,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_aro.megatron import arguments
-from megatron_aro.megatron.support import check_arguments, check_megatron_version
+from megatron_aro.megatron import arguments, support
 
 Original = Callable[..., Any]
 
@@ -25,17 +25,38 @@ def _add_megatron_arguments(original: Original, parser: Any) -> Any:
 
 
 def _validate_args(original: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    # First: Megatron's own assertions often have no text.
+    support.check_numbers(args)
     if args.optimizer != arguments.NAME:
         for name in arguments.ineffective_flags(args):
             warnings.warn(f"{name} has no effect without --optimizer aro.", stacklevel=2)
         return original(args, *rest, **kwargs)
-    arguments.aro_config(args)
-    check_arguments(args)  # first: Megatron's own assertions often have no text
+    support.check_arguments(args)
     args.optimizer = "adam"
+    args.aro_validating = True
     try:
         return original(args, *rest, **kwargs)
     finally:
         args.optimizer = arguments.NAME
+        del args.aro_validating
+
+
+def _print_args(original: Original, title: str, args: Any) -> None:
+    shown = copy.copy(args)
+    if hasattr(shown, "aro_validating"):
+        shown.optimizer = arguments.NAME
+        del shown.aro_validating
+    original(title, shown)
+
+
+def _load_base_checkpoint(
+    original: Original, load_dir: Any, args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    loaded = original(load_dir, args, *rest, **kwargs)
+    state = loaded[0]
+    if state is not None and state.get("args") is not None:
+        support.check_checkpoint(args, state["args"])
+    return loaded
 
 
 def _get_megatron_optimizer_config(original: Original, args: Any) -> Any:
@@ -98,6 +119,19 @@ HOOKS = (
         "--use-distributed-optimizer; ARO lives on Adam's layout and is validated as adam.",
     ),
     Hook(
+        "megatron.training.arguments",
+        "_print_args",
+        _print_args,
+        "Validation prints the arguments while the optimizer reads adam.",
+    ),
+    Hook(
+        "megatron.training.checkpointing",
+        "_load_base_checkpoint",
+        _load_base_checkpoint,
+        "It knows the arguments of the run that saved before anything is loaded; what is not this "
+        "run's optimizer state fails much later, with a list of missing keys, or not at all.",
+    ),
+    Hook(
         "megatron.training.training",
         "get_megatron_optimizer_config",
         _get_megatron_optimizer_config,
@@ -144,7 +178,7 @@ def register() -> None:
         RuntimeError: megatron-core is of an untested version; the message says what to do.
         AttributeError: a hook's name is gone, which an untested version may do.
     """
-    check_megatron_version()
+    support.check_megatron_version()
     for hook in HOOKS:
         module = importlib.import_module(hook.module)
         original = getattr(module, hook.name)

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from megatron_aro.megatron import cpu_mode
 
@@ -22,7 +22,11 @@ _REFUSALS = (
     OSError,
     RuntimeError,
     KeyError,
+    TypeError,
+    ZeroDivisionError,
 )
+# Of these, torch raises some on values that Megatron handed on: a dropout of 2, say.
+_OF_VALUES = (ValueError, AssertionError, TypeError, ZeroDivisionError)
 _TRAINING = {"train", "evaluate", "evaluate_and_print_results", "save_checkpoint_and_time"}
 # So long the other ranks wait for rank 0 to speak: torchrun ends them well before.
 _RANK_0_SPEAKS_S = 3.0
@@ -53,25 +57,40 @@ def reported(run: Callable[[], None]) -> int:
     try:
         run()
     except _REFUSALS as error:
-        if os.environ.get(TRACEBACK) == "1" or not _is_refusal(error.__traceback__):
+        if os.environ.get(TRACEBACK) == "1" or not _is_refusal(error):
             raise
         _report(error)
         return CONFIGURATION_ERROR
     return 0
 
 
-def _is_refusal(trace: TracebackType | None) -> bool:
+def refused(run: Callable[[], Any]) -> int:
+    """Run somebody's own code; only what ARO itself refuses is one sentence and exit code 2."""
+    from megatron_aro.megatron.support import RefusedError
+
+    try:
+        run()
+    except RefusedError as error:
+        if os.environ.get(TRACEBACK) == "1":
+            raise
+        _report(error)
+        return CONFIGURATION_ERROR
+    return 0
+
+
+def _is_refusal(error: Exception) -> bool:
     """Whether a check raised it, before the first step: the frames on the way tell."""
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
-        for frame, _ in traceback.walk_tb(trace)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     training = [name for module, name in frames if module == "megatron.training.training"]
     if _TRAINING.intersection(training):
         return False
     # Before pretrain nothing is built: whoever raises, it is about the settings.
     package = frames[-1][0].partition(".")[0]
-    return "pretrain" not in training or package in ("megatron", "megatron_aro")
+    ours = "pretrain" not in training or package in ("megatron", "megatron_aro")
+    return ours or isinstance(error, _OF_VALUES)
 
 
 def _report(error: Exception) -> None:
@@ -86,10 +105,12 @@ def _report(error: Exception) -> None:
 
 def _sentence(error: Exception) -> str:
     words = " ".join(str(error).split())
-    if words and not isinstance(error, KeyError):
+    if words and isinstance(error, ValueError | AssertionError):
         return words
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"({Path(last.filename).name}, line {last.lineno}; {TRACEBACK}=1 shows more)"
     if isinstance(error, AssertionError):  # a bare one: its source says what it wants
         return f"`{(last.line or '').removeprefix('assert ')}` does not hold {where}"
+    if words and not isinstance(error, KeyError):
+        return f"{words} {where}"
     return f"{type(error).__name__} {words} {where}"

@@ -110,7 +110,7 @@ def get_aro_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
-    dump_param_to_param_group_map: str | None = None,
+    dump_param_to_param_group_map: None = None,
 ) -> AROChainedOptimizer:
     """The optimizer of a model under ``--optimizer aro``; arguments as `get_megatron_optimizer`.
 
@@ -123,11 +123,6 @@ def get_aro_optimizer(
         ValueError: an unsupported argument, or a model that cannot be split as it is configured.
         RuntimeError: a trainable parameter would have no optimizer, or two.
     """
-    if dump_param_to_param_group_map is not None:
-        raise ValueError(
-            "--optimizer aro does not work with --dump-param-to-param-group-map: the map is of "
-            "one optimizer and ARO has two; read the table printed at start-up."
-        )
     aro = getattr(config, "aro", None) or AROConfig()
     placements = _place_all(model_chunks, aro)
     groups = _param_groups(config, model_chunks, config_overrides)

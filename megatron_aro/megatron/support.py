@@ -6,11 +6,18 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, NamedTuple
+
+from megatron.core.package_info import __version__ as megatron_version
+
+from megatron_aro.megatron import arguments
 
 TESTED_MEGATRON = ("0.19.2",)
 OVERRIDE = "MEGATRON_ARO_ALLOW_UNTESTED"
+
+
+class RefusedError(ValueError):
+    """Settings that cannot work; the message is one sentence that says what to do."""
 
 
 def check_megatron_version() -> None:
@@ -19,7 +26,7 @@ def check_megatron_version() -> None:
     Raises:
         RuntimeError: unless the environment variable MEGATRON_ARO_ALLOW_UNTESTED is 1.
     """
-    found = version("megatron-core")
+    found = megatron_version.partition("+")[0]  # a git checkout adds its commit
     if found not in TESTED_MEGATRON and os.environ.get(OVERRIDE) != "1":
         raise RuntimeError(
             f"megatron-aro is tested with megatron-core {', '.join(TESTED_MEGATRON)} and found "
@@ -108,6 +115,12 @@ _REFUSALS = (
         "drop the flag",
     ),
     Refusal(
+        "--dump-param-to-param-group-map",
+        _is_set("dump_param_to_param_group_map"),
+        "the map is of one optimizer, and ARO has AdamW beside it",
+        "read the table printed at start-up",
+    ),
+    Refusal(
         "--rl-offload-optimizer-during-inference",
         _is_set("rl_offload_optimizer_during_inference"),
         "the rotations would stay behind",
@@ -158,22 +171,105 @@ _REFUSALS = (
 )
 
 
+_NOT_NEGATIVE = (
+    "lr",
+    "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "lr_warmup_init",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "clip_grad",
+    "adam_eps",
+    "init_method_std",
+)
+_BELOW_ONE = ("adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout")
+_AT_LEAST_ONE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "log_interval",
+)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuse rates, decays and sizes out of range, for any optimizer.
+
+    Megatron lets some of them train, and others end in a division by zero.
+
+    Raises:
+        RefusedError: naming flag, value and rule.
+    """
+    for names, limit in ((_NOT_NEGATIVE, math.inf), (_BELOW_ONE, 1.0)):
+        for name in names:
+            value = getattr(args, name, None)
+            if value is not None and not 0 <= value < limit:
+                rule = "finite" if limit == math.inf else "below 1"
+                flag = "--" + name.replace("_", "-")
+                raise RefusedError(f"{flag} is {value}: it must be {rule} and not negative.")
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise RefusedError(f"{flag} is {value}: it must be at least 1.")
+    try:
+        arguments.aro_config(args)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what ARO cannot do right, before anything is built.
 
     Raises:
-        ValueError: one sentence that names the flag, the reason and the way out.
+        RefusedError: one sentence that names the flag, the reason and the way out.
     """
     for refusal in _REFUSALS:
         if refusal.applies(args):
-            raise ValueError(
+            raise RefusedError(
                 f"--optimizer aro does not work with {refusal.flag}: {refusal.reason}; "
                 f"{refusal.way_out}."
             )
-    for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
-        value = getattr(args, name)
-        if value is None and name == "lr":
-            raise ValueError("--optimizer aro needs a learning rate: give --lr.")
-        if value is not None and not 0 <= value < math.inf:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is {value}: it must be finite and not negative.")
+    if args.lr is None:
+        raise RefusedError("--optimizer aro needs a learning rate: give --lr.")
+
+
+# Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
+_FIXED = ("projection", "rotation", "orientation")
+
+
+def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> None:
+    """Refuse to load optimizer state that is not of this run's optimizer and settings.
+
+    Args:
+        saved: the arguments of the run that wrote the checkpoint.
+
+    Raises:
+        RefusedError: before any weight changes.
+    """
+    if args.finetune or args.no_load_optim or saved.no_save_optim:
+        return
+    if arguments.NAME not in (args.optimizer, saved.optimizer):
+        return
+    if args.optimizer != saved.optimizer:
+        raise RefusedError(
+            f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
+            "take its weights alone with --no-load-optim, or go on with its optimizer."
+        )
+    changed = [
+        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
+        for name in _FIXED
+        if getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
+    ]
+    if changed:
+        raise RefusedError(
+            f"The checkpoint's rotations are not of this run's settings, which change "
+            f"{', '.join(changed)}: go back to them, or start with --no-load-optim."
+        )

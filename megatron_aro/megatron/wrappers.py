@@ -35,10 +35,6 @@ class _WithRotations:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)
-        if _KEY not in state_dict:
-            raise ValueError(
-                "The checkpoint's optimizer state is not ARO's: start with --no-load-optim."
-            )
         self.optimizer.load_rotation_state(state_dict.pop(_KEY))  # type: ignore[attr-defined]
         super().load_state_dict(state_dict)  # type: ignore[misc]
 

@@ -24,10 +24,6 @@ class Piece:
     stop: int
     numel: int
 
-    @property
-    def whole(self) -> bool:
-        return self.stop - self.start == self.numel
-
 
 class Exchange(Protocol):
     """Makes whole parameters from the pieces that the ranks of a group hold."""

@@ -27,6 +27,31 @@ def optimizer_state(model: list, optimizer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
+def decay_by_dimension(model: list, optimizer: Any) -> dict[int, set[float]]:
+    """Which multiples of the weight decay the parameters of 1 and 2 dimensions have."""
+    dimensions = {}
+    for chunk in model:
+        for parameter in chunk.parameters():
+            dimensions[id(parameter)] = parameter.dim()
+    found: dict[int, set[float]] = {}
+    for chained in optimizer.chained_optimizers:
+        for model_parameter, group in _groups(chained):
+            found.setdefault(dimensions[id(model_parameter)], set()).add(group["wd_mult"])
+    return found
+
+
+def _groups(wrapped: Any) -> Any:
+    """(model parameter, its group) of everything that this rank holds some of."""
+    groups = wrapped.optimizer.param_groups
+    if hasattr(wrapped, "model_param_group_index_map"):
+        for parameter, (index, _) in wrapped.model_param_group_index_map.items():
+            yield parameter, groups[index]
+    else:
+        for group in groups:
+            for parameter in group["params"]:
+                yield parameter, group
+
+
 def train_recorded(argv: list[str]) -> dict[str, Any]:
     """Train and record what this rank's part of ARO was given.
 

@@ -63,6 +63,7 @@ class _Job:
     world_size: int
     call: bytes  # pickled (function name, args, kwargs)
     sys_path: list[str]
+    folder: str  # the current one
     timeout: float
     grace: float
 
@@ -114,7 +115,7 @@ class Pool:
             function = f"{function.__module__}:{function.__qualname__}"
         call = pickle.dumps((function, args, kwargs))
         connection = self._started()
-        _send(connection, _Job(world_size, call, list(sys.path), timeout, grace))
+        _send(connection, _Job(world_size, call, list(sys.path), os.getcwd(), timeout, grace))
         try:
             endings = _receive(connection)
         except (EOFError, OSError):
@@ -321,6 +322,7 @@ def _be_rank(folder: Path, rank: int, job: _Job) -> int:
         with open(folder / f"{rank}.{name}", "wb") as file:
             os.dup2(file.fileno(), descriptor)
     sys.path[:] = job.sys_path
+    os.chdir(job.folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.world_size)))
     try:

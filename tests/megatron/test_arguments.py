@@ -68,6 +68,13 @@ def test_the_distributed_optimizer_survives_validation(parse):
     assert not args.use_layer_wise_distributed_optimizer
 
 
+def test_the_log_names_the_optimizer(parse, capsys):
+    """Megatron prints its arguments while it validates ARO as adam."""
+    parse()
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  optimizer ."))
+    assert line.endswith(" aro")
+
+
 def test_other_optimizers_are_untouched(parse):
     """muon still becomes layer-wise, adam stays as it is, neither is asked about ARO."""
     muon = parse("--use-distributed-optimizer", optimizer="muon")
@@ -104,12 +111,22 @@ def test_settings_without_effect_are_named(parse):
         ("--lr", "-1"),
         ("--lr", "inf"),
         ("--clip-grad", "-1"),
+        ("--decoupled-lr", "nan"),
+        ("--adam-beta1", "2"),
+        ("--adam-eps", "-1"),
+        ("--hidden-dropout", "2"),
+        ("--init-method-std", "nan"),
+        ("--num-layers", "0"),
+        ("--seq-length", "0"),
+        ("--vocab-size", "-7"),
+        ("--log-interval", "0"),
     ],
 )
-def test_values_out_of_range_name_flag_value_and_rule(parse, flags):
-    """One sentence before anything is built."""
-    with pytest.raises(ValueError, match=flags[0]):
-        parse(*flags)
+@pytest.mark.parametrize("optimizer", ["aro", "adam"])
+def test_values_out_of_range_name_flag_value_and_rule(parse, flags, optimizer):
+    """One sentence before anything is built, whatever the optimizer."""
+    with pytest.raises(support.RefusedError, match=flags[0]):
+        parse(*flags, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +152,9 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
 )
 def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):
     """What cannot be right yet stops at start-up."""
-    with pytest.raises(ValueError, match=r"^--optimizer aro does not work with --[^;]+: .+; .+\.$"):
+    with pytest.raises(
+        support.RefusedError, match=r"^--optimizer aro does not work with --[^;]+: .+; .+\.$"
+    ):
         parse(*flags)
 
 
@@ -155,7 +174,7 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
 
 def test_untested_megatron_is_refused_unless_overridden(monkeypatch):
     """The sentence names the tested versions; an environment variable overrides."""
-    monkeypatch.setattr(support, "version", lambda _: "0.99.0")
+    monkeypatch.setattr(support, "megatron_version", "0.99.0+commit")
     monkeypatch.delenv(support.OVERRIDE, raising=False)
     with pytest.raises(RuntimeError, match=r"0\.19\.2 and found 0\.99\.0"):
         support.check_megatron_version()

@@ -9,6 +9,7 @@ from aro_runs import (
     DISTRIBUTED,
     GATED,
     MOE,
+    decay_by_dimension,
     optimizer_state,
     same,
     train_recorded,
@@ -164,7 +165,7 @@ def test_every_setting_trains(pool: Pool, setting: tuple[str, ...]) -> None:
 
 
 def test_adamw_keeps_the_rest(pool: Pool, one_process: TrainResult) -> None:
-    """Vocabulary and vectors have Adam's two moments; no decay on vectors; nothing is ARO's too."""
+    """Vocabulary and vectors have Adam's two moments; nothing is ARO's too."""
     state = one_process.inspected
     assert sum(key.startswith("0.") for key in state) == 2 * 4  # exp_avg of 4 weights per layer
     # per layer two norms (weight and bias); final norm; word and position embeddings
@@ -173,6 +174,22 @@ def test_adamw_keeps_the_rest(pool: Pool, one_process: TrainResult) -> None:
     assert "linear_qkv.weight" in table and "q, k, v" in table
     (line,) = (x for x in table.splitlines() if "word_embeddings" in x)
     assert "AdamW" in line
+
+
+@pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
+def test_decay_and_clipping_are_as_for_adam(pool: Pool, flags: list[str]) -> None:
+    """Vectors are not decayed, matrices are; the norm that clips is that of all gradients.
+
+    The norm is adam's at the first step, where weights are the same, to a float32 rounding.
+    """
+    argv = [*TINY, *GATED, *flags, "--clip-grad", "0.1"]
+    aro = pool.train(2, [*argv, "--optimizer", "aro"], inspect=decay_by_dimension)
+    adam = pool.train(2, [*argv, "--optimizer", "adam"])
+    assert aro[0].grad_norms[0] == pytest.approx(adam[0].grad_norms[0], rel=1e-6)
+    decays = [
+        (dim, decay) for rank in aro for dim, found in rank.inspected.items() for decay in found
+    ]
+    assert set(decays) == {(2, 1.0), (1, 0.0)}  # a rank may hold slices of one kind only
 
 
 def test_a_parameter_without_optimizer_is_fatal(pool: Pool) -> None:

@@ -148,6 +148,10 @@ REFUSALS = {
     ),
     "needs a GPU": (["--mock-data", "--distributed-backend", "nccl"], ".*nccl needs a GPU, .*"),
     "other script": (["--mock-data", "--sft"], "--sft is not part of this entry: .*"),
+    "not with aro": (
+        ["--mock-data", "--optimizer", "aro", "--fp16"],
+        "--optimizer aro does not work with --fp16: .*; use --bf16, .*",
+    ),
     "bare assertion": (
         ["--mock-data", "--save", "{save}"],
         "`args.save_interval .*` does not hold.*",
@@ -335,3 +339,20 @@ def test_a_save_that_would_fail_later_is_refused_first(monkeypatch: pytest.Monke
         preflight.check_settings(args)
     args.ckpt_format = "torch"
     preflight.check_settings(args)
+
+
+def test_a_script_is_told_what_aro_refuses(pool: Pool, tmp_path: Path) -> None:
+    """In somebody's own script too ARO's refusals are one sentence; its errors stay its own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_and_validate_args\n"
+        "parse_and_validate_args()\n"
+        "raise ValueError('mine')\n"
+    )
+    argv = [str(script), *TINY, "--optimizer", "aro"]
+    (refused,) = pool.train(1, [*argv, "--fp16"], entry="run")
+    assert refused.exit_status == 2
+    assert "error: --optimizer aro does not work with --fp16" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    (rank,) = pool.run_ranks(1, "runs:train", argv, entry="run")
+    assert "ValueError: mine" in rank.error

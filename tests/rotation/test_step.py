@@ -76,7 +76,7 @@ def test_float32_is_float64(projection, rotation, shape):
     difference = torch.linalg.vector_norm(singles - doubles, dim=(1, 2))
     relative = difference / torch.linalg.vector_norm(doubles, dim=(1, 2))
     if projection == "sign" and rotation != "none" and shape[0] >= shape[1]:
-        return  # A may be singular, R arbitrary: test_hard_inputs says what holds then
+        pytest.skip("A may be singular, R arbitrary: test_hard_inputs says what holds then")
     assert relative.max() < 1e-3
 
 
