@@ -68,7 +68,9 @@ class AROConfig:
             self._require(name, lambda v: 0.0 <= v < 1.0, "must be at least 0 and below 1")
         for name in ("update_rms", "scqr_eps"):
             self._require(name, lambda v: 0.0 < v < math.inf, "must be positive and finite")
-        self._require("sinkhorn_iters", lambda v: v == int(v) and v >= 1, "must be at least 1")
+        self._require(
+            "sinkhorn_iters", lambda v: isinstance(v, int) and v >= 1, "must be an integer >= 1"
+        )
         for f in settings():
             choices = f.metadata["choices"]
             if choices:

@@ -159,6 +159,8 @@ class ARO(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave, bit for bit; ValueError if settings differ."""
+        if "counts" not in state_dict:
+            raise ValueError("This is not the state of ARO: AdamW's and others cannot be loaded.")
         for group in state_dict["param_groups"]:
             self._check_settings(group)
         super().load_state_dict(state_dict)

@@ -50,6 +50,8 @@ def test_what_is_refused_is_said(refusal):
         "--cuda-graph-impl full_iteration": "optimizer CUDA graphs",
         "--fp8-param-gather": "FP8/FP4 parameter gather",
         "--fp4-param-gather": "FP8/FP4 parameter gather",
+        "--moe-mlp-glu-interleave-size": "interleaved GLU gates",
+        "--moe-shared-expert-glu-interleave-size": "interleaved GLU gates",
         "--ckpt-format": "other checkpoint formats",
     }
     assert words.get(refusal.flag, refusal.flag) in README

@@ -65,12 +65,17 @@ def _get_megatron_optimizer_config(original: Original, args: Any) -> Any:
         from megatron_aro.megatron.optimizer import AROOptimizerConfig
 
         config = AROOptimizerConfig.extend(
-            config, aro=arguments.aro_config(args), report_interval=args.log_interval
+            config,
+            aro=arguments.aro_config(args),
+            report_interval=args.log_interval,
+            use_gloo_process_groups=args.use_gloo_process_groups,
         )
     return config, overrides
 
 
-def _get_megatron_optimizer(original: Original, config: Any, *rest: Any, **kwargs: Any) -> Any:
+def _get_megatron_emerging_optimizer(
+    original: Original, config: Any, *rest: Any, **kwargs: Any
+) -> Any:
     if config.optimizer != arguments.NAME:
         return original(config, *rest, **kwargs)
     from megatron_aro.megatron.optimizer import get_aro_optimizer
@@ -78,14 +83,15 @@ def _get_megatron_optimizer(original: Original, config: Any, *rest: Any, **kwarg
     return get_aro_optimizer(config, *rest, **kwargs)
 
 
-def _wrap_with_ddp(original: Original, model_chunks: Any, *rest: Any, **kwargs: Any) -> Any:
-    from megatron.training.global_vars import get_args
+def _wrap_with_ddp(original: Original, *rest: Any, **kwargs: Any) -> Any:
+    from megatron.training import global_vars
 
-    if get_args().optimizer == arguments.NAME:
+    args = global_vars._GLOBAL_ARGS  # None in programs that do without Megatron's command line
+    if args is not None and args.optimizer == arguments.NAME:
         from megatron_aro.megatron.optimizer import tag_parameters
 
-        tag_parameters(model_chunks)
-    return original(model_chunks, *rest, **kwargs)
+        tag_parameters(rest[0] if rest else next(iter(kwargs.values())))
+    return original(*rest, **kwargs)
 
 
 def _compile_helpers(original: Original) -> None:
@@ -151,15 +157,10 @@ HOOKS = (
     ),
     Hook(
         "megatron.core.optimizer",
-        "get_megatron_optimizer",
-        _get_megatron_optimizer,
-        "The factory that turns the name of an optimizer into one.",
-    ),
-    Hook(
-        "megatron.training.training",
-        "get_megatron_optimizer",
-        _get_megatron_optimizer,
-        "The same factory, which the training loop imported by name.",
+        "_get_megatron_emerging_optimizer",
+        _get_megatron_emerging_optimizer,
+        "Where Megatron's factory sends every name but adam and sgd. The factory itself is "
+        "imported by name and wrapped by others; this is called through its module.",
     ),
     Hook(
         "megatron.core.datasets.utils",
@@ -169,6 +170,9 @@ HOOKS = (
         "without the Makefile.",
     ),
 )
+
+
+_in_place: set[Hook] = set()
 
 
 def register() -> None:
@@ -181,8 +185,8 @@ def register() -> None:
     support.check_megatron_version()
     for hook in HOOKS:
         module = importlib.import_module(hook.module)
-        original = getattr(module, hook.name)
-        if not hasattr(original, "megatron_aro_hook"):
+        if hook not in _in_place:  # whoever wrapped the name since then still calls ours
+            original = getattr(module, hook.name)
             wrapped = functools.wraps(original)(functools.partial(hook.wrapper, original))
-            wrapped.megatron_aro_hook = hook  # type: ignore[attr-defined]
             setattr(module, hook.name, wrapped)
+            _in_place.add(hook)

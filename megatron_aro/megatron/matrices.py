@@ -26,6 +26,7 @@ _ROLES: tuple[tuple[str, str], ...] = (
     (r"\.linear_fc1\.weight\d*", READS),
     (r"\.linear_fc2\.weight\d*", WRITES),
     (r"\.router\.weight", READS),
+    (r"\.shared_experts\.gate_weight", READS),
     (r"\.linear_(q_proj|q_down_proj|kv_down_proj)\.weight", READS),  # MLA; up-projections do not
     (r"\.in_proj\.weight", READS),  # Mamba
     (r"\.out_proj\.weight", WRITES),

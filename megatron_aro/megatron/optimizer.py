@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,11 @@ from megatron.core.optimizer import (
     check_config_overrides_consistency,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    SEPARATE_GRAD_NORM_GROUPS,
+    ChainedOptimizer,
+    MegatronOptimizer,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithNamePredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
@@ -49,18 +55,18 @@ class AROOptimizerConfig(OptimizerConfig):
     Attributes:
         aro: ARO's own settings.
         report_interval: steps between two reports of fall-backs, None for never.
+        use_gloo_process_groups: whether Megatron made gloo groups, for checkpoints.
     """
 
     aro: AROConfig = dataclasses.field(default_factory=AROConfig)
     report_interval: int | None = None
+    use_gloo_process_groups: bool = True
 
     @classmethod
-    def extend(
-        cls, config: OptimizerConfig, aro: AROConfig, report_interval: int | None
-    ) -> AROOptimizerConfig:
+    def extend(cls, config: OptimizerConfig, **settings: Any) -> AROOptimizerConfig:
         """Megatron's config with ARO's settings beside its own."""
         own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        return cls(**own, aro=aro, report_interval=report_interval)
+        return cls(**own, **settings)
 
 
 def tag_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -87,9 +93,15 @@ class AROChainedOptimizer(ChainedOptimizer):
         self._steps = 0
 
     def get_grad_norm(self) -> float:
-        # Reduced over all ranks, so that they agree. A Python float already: no further sync.
+        # Reduced over all ranks, so that they agree. Python floats already: no further sync.
         norm = super().get_grad_norm()
-        self._gradients_finite = bool(torch.isfinite(torch.as_tensor(norm)).all())
+        # Detached MTP heads are not in that norm.
+        apart = [
+            self._get_grad_norm_for_group(detached)
+            for detached in SEPARATE_GRAD_NORM_GROUPS
+            if self.has_grad_norm_group(detached)
+        ]
+        self._gradients_finite = all(math.isfinite(float(x)) for x in [norm, *apart])
         return norm
 
     @torch.no_grad()
@@ -108,9 +120,7 @@ def get_aro_optimizer(
     config: OptimizerConfig,
     model_chunks: list[torch.nn.Module],
     config_overrides: dict[ParamKey, Any] | None = None,
-    use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
-    dump_param_to_param_group_map: None = None,
 ) -> AROChainedOptimizer:
     """The optimizer of a model under ``--optimizer aro``; arguments as `get_megatron_optimizer`.
 
@@ -126,9 +136,15 @@ def get_aro_optimizer(
     aro = getattr(config, "aro", None) or AROConfig()
     placements = _place_all(model_chunks, aro)
     groups = _param_groups(config, model_chunks, config_overrides)
+    if not any(group["params"] for group in groups[True]):
+        raise ValueError(
+            "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
+        )
     _check_each_parameter_once(model_chunks, groups)
+    if config.use_distributed_optimizer:
+        _check_tags(model_chunks, groups)
     processes = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        pg_collection, model_chunks, use_gloo_process_groups
+        pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
     )
 
     matrix_optimizer = MatrixOptimizer(groups[True], config.lr, config.weight_decay, aro)
@@ -184,31 +200,42 @@ def _param_groups(
 def _check_each_parameter_once(
     model_chunks: Sequence[torch.nn.Module], groups: dict[bool, list[dict[str, Any]]]
 ) -> None:
-    """Every trainable parameter must be in one group, and in a buffer of that group's kind.
+    """Every trainable parameter must be in exactly one group, and nothing else in any.
 
     Raises:
         RuntimeError: naming the parameters.
     """
-    seen: dict[int, list[bool]] = {}
-    for is_aro, of_kind in groups.items():
-        for group in of_kind:
-            for parameter in group["params"]:
-                seen.setdefault(id(parameter), []).append(is_aro)
-    trainable = trainable_parameters(model_chunks)
-    wrong = [name for name, parameter in trainable if len(seen.get(id(parameter), [])) != 1]
-    if wrong or len(seen) != len(trainable):
+    grouped = Counter(
+        id(parameter)
+        for of_kind in groups.values()
+        for group in of_kind
+        for parameter in group["params"]
+    )
+    trainable = {id(parameter): name for name, parameter in trainable_parameters(model_chunks)}
+    wrong = [name for key, name in trainable.items() if grouped[key] != 1]
+    strangers = grouped.keys() - trainable.keys()
+    if wrong or strangers:
         raise RuntimeError(
-            f"{len(wrong)} trainable parameters have no optimizer, or two: {wrong[:5]}."
+            f"{len(wrong)} trainable parameters have no optimizer, or two: {wrong[:5]}; "
+            f"{len(strangers)} others have one."
         )
+
+
+def _check_tags(
+    model_chunks: Sequence[torch.nn.Module], groups: dict[bool, list[dict[str, Any]]]
+) -> None:
+    """The distributed optimizer needs each parameter in a flat buffer of its optimizer's kind."""
+    aro = {id(parameter) for group in groups[True] for parameter in group["params"]}
     untagged = [
         name
-        for name, parameter in trainable
-        if getattr(parameter, "is_managed_by_layer_wise_optimizer", None) != seen[id(parameter)][0]
+        for name, parameter in trainable_parameters(model_chunks)
+        if getattr(parameter, "is_managed_by_layer_wise_optimizer", None) != (id(parameter) in aro)
     ]
     if untagged:
         raise RuntimeError(
-            f"The buffers of {len(untagged)} parameters were built before ARO's parameters were "
-            f"tagged ({untagged[0]}): call megatron_aro.register() before the model is made."
+            f"{len(untagged)} parameters ({untagged[0]}) were put into flat buffers before ARO's "
+            "were tagged: call megatron_aro.register() before Megatron makes the model, or "
+            "megatron_aro.megatron.optimizer.tag_parameters() before you wrap it in DDP yourself."
         )
 
 

@@ -115,6 +115,18 @@ _REFUSALS = (
         "drop the flag",
     ),
     Refusal(
+        "--moe-mlp-glu-interleave-size",
+        _is_set("moe_mlp_glu_interleave_size"),
+        "ARO does not split interleaved gates yet",
+        "drop the flag",
+    ),
+    Refusal(
+        "--moe-shared-expert-glu-interleave-size",
+        _is_set("moe_shared_expert_glu_interleave_size"),
+        "ARO does not split interleaved gates yet",
+        "drop the flag",
+    ),
+    Refusal(
         "--dump-param-to-param-group-map",
         _is_set("dump_param_to_param_group_map"),
         "the map is of one optimizer, and ARO has AdamW beside it",
@@ -262,6 +274,13 @@ def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> Non
         raise RefusedError(
             f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
             "take its weights alone with --no-load-optim, or go on with its optimizer."
+        )
+    if saved.use_distributed_optimizer != args.use_distributed_optimizer:
+        raise RefusedError(
+            "The checkpoint was saved "
+            f"{'with' if saved.use_distributed_optimizer else 'without'} "
+            "--use-distributed-optimizer and this run is not: ARO resumes with the layout that "
+            "saved, or from the weights alone with --no-load-optim."
         )
     changed = [
         f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"

@@ -124,16 +124,19 @@ class _Frame:
     finite: Tensor
     """[b, 1, 1]"""
     active: Tensor
-    """[b, 1, 1]: finite and not zero."""
+    """[b, 1, 1]: finite and not zero, nor denormal throughout."""
 
     @classmethod
     def of(cls, batch: MatrixBatch) -> _Frame:
         largest = largest_entry(batch.momentum)
         finite = largest.isfinite()
-        return cls(reciprocal_power_of_two(largest), finite, finite & (largest > 0))
+        # Denormals count as zero: a momentum that only decays would end at the smallest of them,
+        # which times beta round to themselves, and be normalised to full updates for ever.
+        active = finite & (largest >= torch.finfo(largest.dtype).tiny)
+        return cls(reciprocal_power_of_two(largest), finite, active)
 
     def momentum(self, batch: MatrixBatch) -> Tensor:
-        return (batch.momentum * self.scale).masked_fill_(~self.finite, 0.0)
+        return (batch.momentum * self.scale).masked_fill_(~self.active, 0.0)
 
     def __getitem__(self, index: Tensor) -> _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])

@@ -116,7 +116,9 @@ def train_with_poisoned_gradient(argv: list[str], iteration: int, ranks: list[in
         if len(seen["returned"]) == iteration:
             seen["before"] = _everything(self)
             if dist.get_rank() in ranks:
-                self.chained_optimizers[0].get_parameters()[0].grad.view(-1)[0] = float("nan")
+                parameters = self.get_parameters()
+                apart = [p for p in parameters if hasattr(p, "grad_norm_group")]  # detached MTP
+                (apart or parameters)[0].grad.view(-1)[0] = float("nan")
         return returned
 
     def observed(self: AROChainedOptimizer) -> Any:
@@ -158,6 +160,16 @@ def train_with_lost_parameter(argv: list[str]) -> int:
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two sets of tensors are the same, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_without_matrices(argv: list[str]) -> int:
+    """Train a model in which no parameter is ARO's, as if all matrices were frozen."""
+    import runs
+
+    from megatron_aro.megatron import matrices, optimizer
+
+    optimizer.is_aro_parameter = matrices.is_aro_parameter = lambda *_: False
+    return runs.train(argv).exit_status
 
 
 def train_unregistered(argv: list[str]) -> dict[str, torch.Tensor]:

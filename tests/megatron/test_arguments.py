@@ -90,6 +90,18 @@ def test_registering_twice_wraps_once():
     once = module.validate_args
     hooks.register()
     assert module.validate_args is once
+    try:
+        module.validate_args = theirs = lambda *args: once(*args)  # somebody else's wrapper
+        hooks.register()
+        assert module.validate_args is theirs
+    finally:
+        module.validate_args = once
+
+
+def test_programs_without_megatrons_command_line_are_left_alone():
+    """A DDP wrap where no global arguments exist, by position or by keyword, passes through."""
+    assert hooks._wrap_with_ddp(lambda model: model, ["chunk"]) == ["chunk"]
+    assert hooks._wrap_with_ddp(lambda model: model, model=["chunk"]) == ["chunk"]
 
 
 def test_settings_without_effect_are_named(parse):

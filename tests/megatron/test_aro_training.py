@@ -15,6 +15,7 @@ from aro_runs import (
     train_recorded,
     train_with_lost_parameter,
     train_with_poisoned_gradient,
+    train_without_matrices,
     whole,
 )
 from pool import Pool
@@ -23,6 +24,8 @@ from runs import TINY, TrainResult
 import megatron_aro
 
 HEADS, GROUPS, HIDDEN = 4, 2, 32
+# Megatron keeps the gradients of these heads out of the norm that clips.
+DETACHED = ["--position-embedding-type", "rope", "--mtp-num-layers", "1", "--mtp-detach-heads"]
 HEAD = HIDDEN // HEADS
 
 
@@ -176,6 +179,12 @@ def test_adamw_keeps_the_rest(pool: Pool, one_process: TrainResult) -> None:
     assert "AdamW" in line
 
 
+def test_a_model_without_matrices_is_refused(pool: Pool) -> None:
+    """Nothing to rotate is no reason for a traceback."""
+    (rank,) = pool.run_ranks(1, train_without_matrices, ARO)
+    assert rank.value == 2 and "finds no trainable matrix" in rank.stderr
+
+
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
 def test_decay_and_clipping_are_as_for_adam(pool: Pool, flags: list[str]) -> None:
     """Vectors are not decayed, matrices are; the norm that clips is that of all gradients.
@@ -201,8 +210,8 @@ def test_a_parameter_without_optimizer_is_fatal(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("poisoned", "flags"),
-    [([0], []), ([1], DISTRIBUTED), ([0, 1], ["--bf16"])],
-    ids=["one process", "distributed", "replicated bf16"],
+    [([0], []), ([1], DISTRIBUTED), ([0, 1], ["--bf16"]), ([0], DETACHED)],
+    ids=["one process", "distributed", "replicated bf16", "detached MTP"],
 )
 def test_a_nan_gradient_changes_nothing_on_any_rank(
     pool: Pool, poisoned: list[int], flags: list[str]

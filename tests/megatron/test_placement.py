@@ -57,6 +57,7 @@ def placed(name, *shape, model=MODEL, orientation="residual", **attributes):
             (2 * FFN, HIDDEN),
             {"gate": (8, 12), "up": (8, 12)},
         ),
+        (LAYER + "mlp.shared_experts.gate_weight", (1, HIDDEN), {"": (8, 1)}),
         ("mtp.layers.0.eh_proj.weight", (HIDDEN, 2 * HIDDEN), {"": (8, 16)}),
         (LAYER + "mixer.out_proj.weight", (HIDDEN, 16), {"": (8, 16)}),
         (LAYER + "self_attention.linear_kv_down_proj.weight", (5, HIDDEN), {"": (8, 5)}),

@@ -236,3 +236,16 @@ def test_wrong_state_is_refused():
         step([good], AROConfig(projection="adam"))
     with pytest.raises(ValueError, match="rotation is .*float64"):
         step([MatrixBatch(good.momentum, good.rotation.double())], AROConfig())
+
+
+def test_a_momentum_of_denormals_is_zero():
+    """What is left of a momentum whose gradients ended long ago moves nothing.
+
+    The smallest denormal times 0.95 rounds to itself, so such a momentum never becomes zero.
+    """
+    config = AROConfig()
+    batch = make_batch(normal(2, 6, 9), config)
+    batch.momentum[1] *= 1e-39
+    (update,) = step([batch], config)
+    assert update[0].any() and not update[1].any()
+    assert torch.equal(batch.rotation[1], torch.eye(6))
