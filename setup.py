@@ -29,6 +29,7 @@ setup(
     packages=find_packages(include=["megatron_aro", "megatron_aro.*"]),
     python_requires=">=3.12",
     install_requires=["torch", "megatron-core>=0.19.2,<0.20", "numpy", "psutil"],
+    entry_points={"console_scripts": ["megatron-aro = megatron_aro.cli.main:main"]},
     extras_require={
         "muon": MUON,
         "quickstart": QUICKSTART,

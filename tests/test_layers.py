@@ -36,6 +36,8 @@ LAYERS = {
         "matplotlib",
         "megatron",
         OWN + "cli",
+        OWN + "sharding",
+        OWN + "megatron",
         OWN + "config",
         OWN + "version",
     ),

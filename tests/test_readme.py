@@ -34,12 +34,7 @@ def test_files_that_it_names_exist(path):
 def test_what_is_refused_is_said(refusal):
     """Each refusal of the code has its words in the README."""
     words = {
-        "--tensor-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
-        "--pipeline-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
-        "--context-parallel-size": "tensor, pipeline, context\nand expert parallelism",
-        "--expert-model-parallel-size": "tensor, pipeline, context\nand expert parallelism",
-        "--expert-tensor-parallel-size": "tensor, pipeline, context\nand expert parallelism",
-        "--num-distributed-optimizer-instances": "several distributed-optimizer instances",
+        "--num-distributed-optimizer-instances": "several\ndistributed-optimizer instances",
         "--fp16": "fp16",
         "--use-megatron-fsdp": "FSDP",
         "--use-torch-fsdp2": "FSDP",
@@ -52,6 +47,7 @@ def test_what_is_refused_is_said(refusal):
         "--fp4-param-gather": "FP8/FP4 parameter gather",
         "--moe-mlp-glu-interleave-size": "interleaved GLU gates",
         "--moe-shared-expert-glu-interleave-size": "interleaved GLU gates",
+        "--ckpt-format torch": "`torch` checkpoints of several data-parallel ranks",
         "--ckpt-format": "other checkpoint formats",
     }
     assert words.get(refusal.flag, refusal.flag) in README

@@ -8,12 +8,12 @@ are transposed; weights that write to it are stored [hidden, in] and are not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_aro.config import AROConfig
+from megatron_aro.sharding.geometry import Layout
 from megatron_aro.sharding.logical import LogicalMatrix, check_partition, stacked
 
 READS, WRITES = "reads residual", "writes residual"
@@ -39,33 +39,16 @@ _VOCABULARY = re.compile(r"(word_embeddings|position_embeddings|output_layer)\.w
 class Placement:
     """What happens to one trainable parameter.
 
+    `shape` is the whole parameter's, before tensor parallelism; `layout` says how that cuts it.
     `matrices` is empty for a parameter that AdamW steps. `note` says why an orientation was
     chosen where the table does not know the name.
     """
 
     name: str
     shape: tuple[int, ...]
+    layout: Layout
     matrices: tuple[LogicalMatrix, ...] = ()
     note: str = ""
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without the prefixes that Megatron's wrappers (DDP, Float16Module) add."""
-    while name.startswith("module."):
-        name = name[len("module.") :]
-    return name
-
-
-def trainable_parameters(
-    model_chunks: Iterable[torch.nn.Module],
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """(canonical name, parameter) of everything that is trained, each parameter once, in order."""
-    return [
-        (canonical_name(name), parameter)
-        for chunk in model_chunks
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    ]
 
 
 def is_aro_parameter(name: str, parameter: torch.Tensor) -> bool:
@@ -76,25 +59,32 @@ def is_aro_parameter(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 or (parameter.dim() == 3 and ".experts." in name)
 
 
-def place(name: str, parameter: torch.Tensor, model_config: object, aro: AROConfig) -> Placement:
+def place(
+    name: str, parameter: torch.Tensor, model_config: object, aro: AROConfig, tp: int = 1
+) -> Placement:
     """Decide the optimizer of a parameter, its logical matrices and their orientation.
 
     Args:
-        name: canonical name.
-        parameter: [rows, columns], or [experts, rows, columns] for fused experts.
+        name: global name.
+        parameter: [rows, columns], or [experts, rows, columns] for fused experts; where it is
+            tensor parallel, one of `tp` shards.
         model_config: Megatron's TransformerConfig of the chunk that holds it.
 
     Raises:
         ValueError: the parameter's rows do not split as the model configuration says.
     """
-    shape = tuple(parameter.shape)
+    axis = _sharded_axis(parameter) if tp > 1 else None
+    shape = tuple(n * tp if i == axis else n for i, n in enumerate(parameter.shape))
     if not is_aro_parameter(name, parameter):
-        return Placement(name, shape)
+        return Placement(name, shape, Layout(shape[0], tp, axis))
+    if axis is not None and len(shape) == 3:
+        raise ValueError(f"{name}: experts fused into one weight cannot be tensor parallel yet.")
     role = next((role for pattern, role in _ROLES if re.search(pattern + "$", name)), None)
     experts = shape[0] if len(shape) == 3 else 1
     rows, columns = shape[-2:]
 
     parts = _parts(name, rows, model_config)
+    blocks = 2 if axis == 0 and "gate" in parts and "q" not in parts else 1
     matrices, note = [], ""
     for expert in range(experts):
         for part, intervals in parts.items():
@@ -111,7 +101,14 @@ def place(name: str, parameter: torch.Tensor, model_config: object, aro: AROConf
                 )
             )
     check_partition(name, experts * rows, matrices)
-    return Placement(name, shape, tuple(matrices), note)
+    return Placement(name, shape, Layout(experts * rows, tp, axis, blocks), tuple(matrices), note)
+
+
+def _sharded_axis(parameter: torch.Tensor) -> int | None:
+    """The dimension that tensor parallelism cuts, by the attributes that Megatron sets."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return parameter.partition_dim  # type: ignore[attr-defined]
 
 
 def _parts(name: str, rows: int, model_config: object) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -35,17 +36,15 @@ from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 
 from megatron_aro.config import AROConfig
 from megatron_aro.megatron.arguments import NAME
-from megatron_aro.megatron.matrices import (
-    Placement,
-    canonical_name,
-    is_aro_parameter,
-    place,
-    trainable_parameters,
-)
+from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
+from megatron_aro.megatron.names import canonical_name, trainable_parameters
 from megatron_aro.megatron.report import print_placements, report_fallbacks
-from megatron_aro.megatron.wrappers import WRAPPERS, held_pieces
-from megatron_aro.runtime.exchange import AllGatherExchange, Exchange, WholeExchange
+from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
+from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+from megatron_aro.sharding.cost import Rates, seconds
+from megatron_aro.sharding.geometry import parts
+from megatron_aro.sharding.plan import Sharded, make_plan
 
 
 @dataclasses.dataclass
@@ -69,6 +68,10 @@ class AROOptimizerConfig(OptimizerConfig):
         return cls(**own, **settings)
 
 
+# By (ARO's, experts').
+Groups = dict[tuple[bool, bool], list[dict[str, Any]]]
+
+
 def tag_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
     """Mark which parameters are ARO's, before DDP builds its flat buffers.
 
@@ -86,9 +89,13 @@ class AROChainedOptimizer(ChainedOptimizer):
     in Megatron's log: a rotation cannot recover from a poisoned momentum.
     """
 
-    def __init__(self, optimizers: list[MegatronOptimizer], matrices: MatrixOptimizer | None):
+    def __init__(self, optimizers: list[MegatronOptimizer]):
         super().__init__(optimizers)
-        self._matrices = matrices
+        self.matrices = [
+            wrapped.optimizer
+            for wrapped in optimizers
+            if isinstance(wrapped.optimizer, MatrixOptimizer)
+        ]
         self._gradients_finite = True
         self._steps = 0
 
@@ -111,8 +118,8 @@ class AROChainedOptimizer(ChainedOptimizer):
         success = super().step_with_ready_grads()
         self._steps += 1
         interval = getattr(self.config, "report_interval", None)
-        if self._matrices is not None and interval and self._steps % interval == 0:
-            report_fallbacks(self._matrices, interval)
+        if interval and self._steps % interval == 0:
+            report_fallbacks(self.matrices, interval)
         return success
 
 
@@ -134,51 +141,117 @@ def get_aro_optimizer(
         RuntimeError: a trainable parameter would have no optimizer, or two.
     """
     aro = getattr(config, "aro", None) or AROConfig()
-    placements = _place_all(model_chunks, aro)
     groups = _param_groups(config, model_chunks, config_overrides)
-    if not any(group["params"] for group in groups[True]):
+    if not any(group["params"] for (is_aro, _), of in groups.items() if is_aro for group in of):
         raise ValueError(
             "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
         )
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
         _check_tags(model_chunks, groups)
-    processes = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
-    )
+    grids = _grids(pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True))
+    placements = _place_all(model_chunks, aro, grids)
 
-    matrix_optimizer = MatrixOptimizer(groups[True], config.lr, config.weight_decay, aro)
-    adam_config = copy.copy(config)
-    adam_config.optimizer = "adam"
-    adam, adam_init = _get_megatron_optimizer_based_on_param_groups(
-        config=adam_config,
-        model_chunks=model_chunks,
-        param_groups=groups[False],
-        skip_megatron_wrapping=True,
+    wrapped = []
+    for (is_aro, is_expert), of_kind in groups.items():
+        grid = grids[is_expert]
+        if is_aro:
+            matrices = MatrixOptimizer(of_kind, config.lr, config.weight_decay, aro)
+            optimizer = _wrap(NAME, matrices, _initialize_momentum, config, model_chunks, grid)
+            _bind(matrices, optimizer, placements[is_expert], grid)
+        else:
+            adam_config = copy.copy(config)
+            adam_config.optimizer = "adam"
+            adam, adam_init = _get_megatron_optimizer_based_on_param_groups(
+                config=adam_config,
+                model_chunks=model_chunks,
+                param_groups=of_kind,
+                skip_megatron_wrapping=True,
+            )
+            optimizer = _wrap("adam", adam, adam_init, config, model_chunks, grid)
+        wrapped.append(optimizer)
+    print_placements([placement for of_grid in placements.values() for _, placement in of_grid])
+    return AROChainedOptimizer(wrapped)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The process groups that share dense parameters, or experts.
+
+    Attributes:
+        tensor, data: the ranks over which a parameter is cut, and over which it is replicated or
+            its flat buffers are.
+        data_gloo: `data` over gloo, for checkpoints, where Megatron made it.
+        model: over which gradient statistics of replicated parameters are summed.
+        statistics: over which those of the distributed optimizer are.
+        checkpoint_index: which of the `data` groups this is, in checkpoint keys.
+        buffers: the name of DDP's list of flat buffers.
+    """
+
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    data_gloo: dist.ProcessGroup | None
+    model: dist.ProcessGroup
+    statistics: dist.ProcessGroup
+    checkpoint_index: int
+    buffers: str
+
+
+def _grids(
+    pg_collection: ProcessGroupCollection | None, model_chunks: list, use_gloo: bool
+) -> dict[bool, Grid]:
+    """The grid of dense parameters (False) and that of experts (True)."""
+    found = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        pg_collection, model_chunks, use_gloo
     )
-    wrapped = [
-        _wrap(NAME, matrix_optimizer, _initialize_momentum, config, model_chunks, processes),
-        _wrap("adam", adam, adam_init, config, model_chunks, processes),
-    ]
-    _bind(matrix_optimizer, wrapped[0], placements, model_chunks, processes["intra_dp_cp_group"])
-    print_placements(placements)
-    return AROChainedOptimizer(wrapped, matrix_optimizer)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    experts = found["expt_tp_pp_with_egtp_remat_group"]
+    return {
+        False: Grid(
+            tensor=groups.tp,
+            data=found["intra_dp_cp_group"],
+            data_gloo=found["intra_dp_cp_group_gloo"],
+            model=found["mp_group"],
+            statistics=found["intra_dist_opt_group"],
+            checkpoint_index=get_pg_rank(found["mp_group"]),
+            buffers="buffers",
+        ),
+        True: Grid(
+            tensor=groups.expt_tp,
+            data=found["intra_expt_dp_group"],
+            data_gloo=found["intra_expt_dp_group_gloo"],
+            model=experts,
+            statistics=found["intra_dist_opt_group"],
+            checkpoint_index=get_pg_rank(experts),
+            buffers="expert_parallel_buffers",
+        ),
+    }
+
+
+Placed = list[tuple[torch.nn.Parameter, Placement]]
 
 
 def _place_all(
-    model_chunks: Sequence[torch.nn.Module], aro: AROConfig
-) -> list[tuple[torch.nn.Parameter, Placement]]:
-    return [
-        (parameter, place(name, parameter, get_model_config(chunk), aro))
-        for chunk in model_chunks
-        for name, parameter in trainable_parameters([chunk])
-    ]
+    model_chunks: Sequence[torch.nn.Module], aro: AROConfig, grids: dict[bool, Grid]
+) -> dict[bool, Placed]:
+    """(parameter, placement) of the dense parameters (False) and of the experts' (True)."""
+    placed: dict[bool, Placed] = {False: [], True: []}
+    for chunk in model_chunks:
+        for name, parameter in trainable_parameters([chunk]):
+            is_expert = not getattr(parameter, "allreduce", True)
+            tp = get_pg_size(grids[is_expert].tensor)
+            placement = place(name, parameter, get_model_config(chunk), aro, tp)
+            placed[is_expert].append((parameter, placement))
+    names = Counter(placement.name for of in placed.values() for _, placement in of)
+    if names and max(names.values()) > 1:
+        raise ValueError(f"Two parameters of this rank are called {names.most_common(1)[0][0]}.")
+    return placed
 
 
 def _param_groups(
     config: OptimizerConfig, model_chunks: list, overrides: dict[ParamKey, Any] | None
-) -> dict[bool, list[dict[str, Any]]]:
-    """Megatron's parameter groups of ARO's matrices (True) and of everything else (False)."""
+) -> Groups:
+    """Megatron's parameter groups by (ARO's, experts'), the same kinds on all ranks."""
     if overrides is None:
         overrides = get_standard_config_overrides(config)
     check_config_overrides_consistency(config, overrides)
@@ -186,20 +259,14 @@ def _param_groups(
         name="aro", fn=lambda parameter, name: is_aro_parameter(canonical_name(name), parameter)
     )
     overrides = {**overrides, ParamKey(with_name_predicate=is_aro): {"optimizer": NAME}}
-    groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    groups: Groups = {}
     for group in _get_param_groups(model_chunks, config, overrides):
-        if group["is_expert_parallel"]:
-            raise ValueError(
-                "--optimizer aro does not step expert-parallel parameters yet: use "
-                "--expert-model-parallel-size 1."
-            )
-        groups[group.get("optimizer") == NAME].append(group)
-    return groups
+        kind = (group.get("optimizer") == NAME, group["is_expert_parallel"])
+        groups.setdefault(kind, []).append(group)
+    return dict(sorted(groups.items(), reverse=True))
 
 
-def _check_each_parameter_once(
-    model_chunks: Sequence[torch.nn.Module], groups: dict[bool, list[dict[str, Any]]]
-) -> None:
+def _check_each_parameter_once(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
     """Every trainable parameter must be in exactly one group, and nothing else in any.
 
     Raises:
@@ -221,11 +288,15 @@ def _check_each_parameter_once(
         )
 
 
-def _check_tags(
-    model_chunks: Sequence[torch.nn.Module], groups: dict[bool, list[dict[str, Any]]]
-) -> None:
+def _check_tags(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
     """The distributed optimizer needs each parameter in a flat buffer of its optimizer's kind."""
-    aro = {id(parameter) for group in groups[True] for parameter in group["params"]}
+    aro = {
+        id(parameter)
+        for (is_aro, _), of_kind in groups.items()
+        if is_aro
+        for group in of_kind
+        for parameter in group["params"]
+    }
     untagged = [
         name
         for name, parameter in trainable_parameters(model_chunks)
@@ -245,43 +316,41 @@ def _initialize_momentum(optimizer: MatrixOptimizer, config: OptimizerConfig | N
 
 def _wrap(
     kind: str,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     init_state: Any,
     config: OptimizerConfig,
     model_chunks: list,
-    processes: dict[str, Any],
+    grid: Grid,
 ) -> MegatronOptimizer:
     """Put a torch optimizer into the wrapper that Megatron's own factory would choose for Adam."""
     if config.use_distributed_optimizer:
         is_aro = kind == NAME
-        buffers = {
-            index: [
-                buffer
-                for buffer in chunk.buffers
-                if buffer.params[0].is_managed_by_layer_wise_optimizer == is_aro
-            ]
-            for index, chunk in enumerate(model_chunks)
-        }
         wrapped = WRAPPERS[kind, "distributed"](
             optimizer,
             config,
             None,
             init_state,
             model_chunks=model_chunks,
-            per_model_buffers=buffers,
-            data_parallel_group=processes["intra_dp_cp_group"],
-            data_parallel_group_gloo=processes["intra_dp_cp_group_gloo"],
-            data_parallel_group_idx=get_pg_rank(processes["mp_group"]),
+            per_model_buffers={
+                index: [
+                    buffer
+                    for buffer in getattr(chunk, grid.buffers)
+                    if buffer.params[0].is_managed_by_layer_wise_optimizer == is_aro
+                ]
+                for index, chunk in enumerate(model_chunks)
+            },
+            data_parallel_group=grid.data,
+            data_parallel_group_gloo=grid.data_gloo,
+            data_parallel_group_idx=grid.checkpoint_index,
             distributed_optimizer_instance_id=0,
         )
-        wrapped.grad_stats_parallel_group = processes["intra_dist_opt_group"]
+        wrapped.grad_stats_parallel_group = grid.statistics
+    elif config.bf16:
+        wrapped = WRAPPERS[kind, "mixed"](optimizer, config, None, init_state)
+        wrapped.grad_stats_parallel_group = grid.model
     else:
-        precision = "mixed" if config.bf16 else "fp32"
-        arguments = (optimizer, config, None, init_state)
-        wrapped = WRAPPERS[kind, precision](
-            *(arguments if config.bf16 else arguments[:2] + arguments[3:])
-        )
-        wrapped.grad_stats_parallel_group = processes["mp_group"]
+        wrapped = WRAPPERS[kind, "fp32"](optimizer, config, init_state)
+        wrapped.grad_stats_parallel_group = grid.model
     groups = ProcessGroupCollection.use_mpu_process_groups()
     wrapped.tp_group = groups.tp
     wrapped.expert_tp_group = getattr(groups, "expt_tp", groups.tp)
@@ -289,22 +358,25 @@ def _wrap(
 
 
 def _bind(
-    optimizer: MatrixOptimizer,
-    wrapped: MegatronOptimizer,
-    placements: Sequence[tuple[torch.nn.Parameter, Placement]],
-    model_chunks: Sequence[torch.nn.Module],
-    group: dist.ProcessGroup,
+    optimizer: MatrixOptimizer, wrapped: MegatronOptimizer, placements: Placed, grid: Grid
 ) -> None:
-    """Tell ARO which piece of which parameter the wrapper left on this rank."""
-    main_parameters, pieces = {}, {}
+    """Plan who steps what, and tell ARO which main parameters the wrapper left on this rank."""
+    tp, dp = get_pg_size(grid.tensor), get_pg_size(grid.data)
+    sharded, main_parameters = [], {}
     for parameter, placement in placements:
-        if placement.matrices:
-            held = held_pieces(wrapped, parameter)
-            if held is not None:
-                main_parameters[placement.name], pieces[placement.name] = held
-    device = placements[0][0].device
-    exchange: Exchange = WholeExchange()
-    if wrapped.config.use_distributed_optimizer and get_pg_size(group) > 1:
-        exchange = AllGatherExchange(pieces, group, device)
-    matrices = [matrix for _, placement in placements for matrix in placement.matrices]
-    optimizer.bind(matrices, main_parameters, pieces, exchange, device)
+        if not placement.matrices:
+            continue
+        held = held_intervals(wrapped, parameter, dp)
+        sharded += [
+            Sharded(matrix, parts(matrix, placement.layout), placement.layout.axis is None, held)
+            for matrix in placement.matrices
+        ]
+        main = main_parameter(wrapped, parameter)
+        if main is not None:
+            main_parameters[placement.name] = main
+    plan = make_plan(sharded, tp, dp, functools.partial(seconds, rates=Rates()))
+    device = placements[0][0].device if placements else torch.device("cpu")
+    exchange = Exchange(
+        plan, grid.tensor if tp > 1 else None, grid.data if dp > 1 else None, device
+    )
+    optimizer.bind(exchange, main_parameters)

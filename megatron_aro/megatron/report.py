@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -33,11 +34,11 @@ def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
     return [_HEADER, *((row[0], str(count), *row[1:]) for row, count in counts.items())]
 
 
-def print_placements(placements: Sequence[tuple[object, Placement]]) -> None:
+def print_placements(placements: Sequence[Placement]) -> None:
     """Print on rank 0 which optimizer each parameter has, and why where the table is silent."""
     if dist.get_rank() != 0:
         return
-    table = placement_table([placement for _, placement in placements])
+    table = placement_table(placements)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("> ARO: the optimizer of each trainable parameter")
     for row in table:
@@ -46,23 +47,27 @@ def print_placements(placements: Sequence[tuple[object, Placement]]) -> None:
         )
     notes = {
         f"    {re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', placement.name)}: {placement.note}"
-        for _, placement in placements
+        for placement in placements
         if placement.note
     }
     print(*sorted(notes), sep="\n" if notes else "", flush=True)
 
 
-def report_fallbacks(matrices: MatrixOptimizer, interval: int) -> None:
-    """Print on rank 0 which rungs of orthonormalisation were climbed since the last report."""
-    counts = matrices.fallback_counts()
-    before = matrices.reported
-    matrices.reported = counts
-    since = {rung: count - before.get(rung, 0) for rung, count in counts.items()}
+def report_fallbacks(optimizers: Sequence[MatrixOptimizer], interval: int) -> None:
+    """Print which rungs of orthonormalisation rank 0's matrices climbed since the last report."""
+    if dist.get_rank() != 0:
+        return
+    since: Counter[str] = Counter()
+    for optimizer in optimizers:
+        counts = Counter(optimizer.fallback_counts())
+        since.update(counts)
+        since.subtract(optimizer.reported)
+        optimizer.reported = dict(counts)
     (_, total), *rungs = since.items()
-    if dist.get_rank() == 0 and any(count for _, count in rungs):
+    if any(count for _, count in rungs):
         climbed = ", ".join(f"{count} {rung.replace('_', ' ')}" for rung, count in rungs if count)
         print(
-            f"> ARO: fall-backs of {total} orthonormalisations in the last {interval} steps: "
-            f"{climbed}",
+            f"> ARO: fall-backs of rank 0's {total} orthonormalisations in the last {interval} "
+            f"steps: {climbed}",
             flush=True,
         )

@@ -49,38 +49,11 @@ def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
-_NOT_SHARDED = "ARO does not step matrices that are split this way yet"
+def _data_parallel(args: Any) -> int:
+    return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+
+
 _REFUSALS = (
-    Refusal(
-        "--tensor-model-parallel-size",
-        _larger_than_one("tensor_model_parallel_size"),
-        _NOT_SHARDED,
-        "use 1",
-    ),
-    Refusal(
-        "--pipeline-model-parallel-size",
-        _larger_than_one("pipeline_model_parallel_size"),
-        "rotations have no names across pipeline stages yet",
-        "use 1",
-    ),
-    Refusal(
-        "--context-parallel-size",
-        _larger_than_one("context_parallel_size"),
-        "ARO is not tested with it yet",
-        "use 1",
-    ),
-    Refusal(
-        "--expert-model-parallel-size",
-        _larger_than_one("expert_model_parallel_size"),
-        _NOT_SHARDED,
-        "use 1",
-    ),
-    Refusal(
-        "--expert-tensor-parallel-size",
-        _larger_than_one("expert_tensor_parallel_size"),
-        _NOT_SHARDED,
-        "use 1",
-    ),
     Refusal(
         "--num-distributed-optimizer-instances",
         _larger_than_one("num_distributed_optimizer_instances"),
@@ -173,6 +146,16 @@ _REFUSALS = (
         lambda args: getattr(args, "yaml_cfg", None) is not None,
         "Megatron's YAML configuration has no place for ARO's settings",
         "use flags",
+    ),
+    Refusal(
+        "--ckpt-format torch",
+        lambda args: (
+            args.ckpt_format == "torch"
+            and bool(args.save or args.load)
+            and _data_parallel(args) > 1
+        ),
+        "of several data-parallel ranks it saves the state of one, and each has its own rotations",
+        "use torch_dist",
     ),
     Refusal(
         "--ckpt-format",

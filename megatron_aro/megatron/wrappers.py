@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -20,7 +19,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from megatron_aro.runtime.exchange import Piece
+from megatron_aro.sharding.logical import Interval
 
 _KEY = "aro"
 
@@ -40,13 +39,14 @@ class _WithRotations:
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
-        replica = dist.get_rank(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        rotations = self.optimizer.rotation_state()  # type: ignore[attr-defined]
         state[_KEY] = {
-            name: ShardedTensor.from_rank_offsets(
-                f"optimizer.aro.{name}", tensor, replica_id=(0, 0, replica)
-            )
-            for name, tensor in self.optimizer.rotation_state().items()  # type: ignore[attr-defined]
+            name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor)
+            for name, tensor in rotations.items()
         }
+        # A rotation has one owner; the counts are each rank's.
+        counts = f"optimizer.aro.fallbacks.{type(self).__name__}.{dist.get_rank()}"
+        state[_KEY]["fallbacks"] = ShardedTensor.from_rank_offsets(counts, rotations["fallbacks"])
         return state
 
 
@@ -137,22 +137,31 @@ WRAPPERS = {
 }
 
 
-def held_pieces(
-    wrapped: MegatronOptimizer, parameter: torch.nn.Parameter
-) -> tuple[Tensor, Piece] | None:
-    """The float32 main parameter (or its 1-D slice) of a model parameter on this rank.
-
-    Returns:
-        (main parameter, which elements it is), or None where this rank holds nothing of it.
-    """
-    numel = parameter.numel()
+def main_parameter(wrapped: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor | None:
+    """The float32 main parameter of a model parameter on this rank, or its 1-D slice, if any."""
     if not isinstance(wrapped, DistributedOptimizer):
-        main = parameter if parameter.dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-        return main, Piece(0, numel, numel)
+        return parameter if parameter.dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
     if parameter not in wrapped.model_param_gbuf_map:
         return None
     group, order = wrapped.model_param_group_index_map[parameter]
-    span = wrapped._get_model_param_range_map(parameter)["param"]
-    return wrapped.optimizer.param_groups[group]["params"][order], Piece(
-        span.start, span.end, numel
+    return wrapped.optimizer.param_groups[group]["params"][order]
+
+
+def held_intervals(
+    wrapped: MegatronOptimizer, parameter: torch.nn.Parameter, dp: int
+) -> tuple[Interval, ...]:
+    """Which elements of a flattened parameter each of `dp` data-parallel ranks has as its main."""
+    if not isinstance(wrapped, DistributedOptimizer):
+        return ((0, parameter.numel()),) * dp
+    (start, stop, bucket), bounds = next(
+        (buffer.param_index_map[parameter], buffer.bucket_indices)
+        for buffer in wrapped.buffers
+        if parameter in buffer.param_index_map
     )
+    first, last = bounds[bucket]
+    share = (last - first) // dp
+    held = []
+    for d in range(dp):
+        low, high = max(start, first + d * share), min(stop, first + (d + 1) * share)
+        held.append((low - start, high - start) if low < high else (0, 0))
+    return tuple(held)

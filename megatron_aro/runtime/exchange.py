@@ -1,91 +1,200 @@
-"""How the pieces of a parameter that ranks hold become whole matrices.
+"""Carries out a plan: matrices meet at their owners, and updates go back where they came from.
 
-An exchange is the seam between what a rank stores and what it steps. `gather` turns this rank's
-pieces into whole parameters; the caller cuts its piece out of an update by `Piece`. Owners and
-fused all-to-alls will be a third exchange beside these two.
+At most two fused collectives a direction, whatever the number of matrices: one over the
+data-parallel group for what range boundaries cut, one over the tensor-parallel group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_aro.sharding.geometry import Part
+from megatron_aro.sharding.plan import Plan
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter of `numel` elements, held by one rank."""
-
-    start: int
-    stop: int
-    numel: int
+Group = dist.ProcessGroup | None
 
 
-class Exchange(Protocol):
-    """Makes whole parameters from the pieces that the ranks of a group hold."""
+class Exchange:
+    """One rank's side of a plan.
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Flat float32 pieces of this rank by name -> whole flat parameters by name."""
+    Args:
+        plan: the same on all ranks of the grid.
+        tp_group, dp_group: the grid's groups through this rank, None where of size 1.
+        device: where pieces and matrices live.
 
-
-class WholeExchange:
-    """Every rank holds every parameter whole: one process, or no distributed optimizer."""
-
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(pieces)
-
-
-class AllGatherExchange:
-    """Every rank of a group gathers every parameter in one collective and steps all of them.
-
-    Right on any split of the parameters, and redundant: work and traffic do not shrink with the
-    group.
+    Raises:
+        RuntimeError: the ranks have made different plans. A collective over both groups.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], group: dist.ProcessGroup, device: torch.device):
-        """
+    def __init__(self, plan: Plan, tp_group: Group, dp_group: Group, device: torch.device):
+        self.plan, self._tp_group, self._dp_group, self.device = plan, tp_group, dp_group, device
+        self.t = dist.get_rank(tp_group) if tp_group else 0
+        self.d = dist.get_rank(dp_group) if dp_group else 0
+        self.owned = plan.owned((self.t, self.d))
+        self._replicates, self._cuts = plan.replicates, plan.cuts
+        for group in filter(None, (tp_group, dp_group)):
+            digests: list[str] = [""] * dist.get_world_size(group)
+            dist.all_gather_object(digests, plan.digest(), group=group)
+            if len(set(digests)) != 1:
+                raise RuntimeError(f"The ranks of a group have made different plans: {digests}.")
+
+    def gather(self, pieces: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Make the matrices that this rank owns whole.
+
         Args:
-            pieces: what this rank holds, by name. Names that it holds nothing of are absent.
-            group: the ranks that share the parameters. A collective: all of them must call.
-            device: where the gathered parameters live.
+            pieces: by parameter name, the flat float32 elements that this rank holds.
 
-        Raises:
-            ValueError: the pieces of all ranks do not make up whole parameters.
+        Returns:
+            [rows, columns] as stored, by index into the plan.
         """
-        everyone: list[dict[str, Piece]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, dict(pieces), group=group)
-        self._pieces = everyone
-        self._group = group
-        self._device = device
-        self._numel = {name: piece.numel for held in everyone for name, piece in held.items()}
-        # Collectives take equal sizes, so each rank sends as much as the fullest one holds.
-        self._length = max(sum(p.stop - p.start for p in held.values()) for held in everyone)
-        for name, numel in self._numel.items():
-            spans = sorted((h[name].start, h[name].stop) for h in everyone if name in h)
-            bounds = [0] + [bound for span in spans for bound in span] + [numel]
-            if bounds[0::2] != bounds[1::2]:
-                raise ValueError(f"The ranks hold {spans} of the {numel} elements of {name}.")
+        plan, t, d = self.plan, self.t, self.d
+        parts = self._parts(plan.gathered(t, d))
+        self._own(parts, pieces, fill_parts=True)
+        if self._dp_group and self._cuts and not self._replicates:
+            self._all_to_all(
+                self._dp_group,
+                [list(self._held(plan.gathered(t, to), pieces)) for to in range(plan.dp)],
+                [list(self._segments(parts, source)) for source in range(plan.dp)],
+            )
+        matrices = {i: self._matrix(i) for i in self.owned}
+        for i in self.owned:
+            _rectangle(matrices[i], plan.sharded[i].parts[t]).copy_(self._shaped(parts[i], i))
+        if self._tp_group:
+            sharded = [i for i in parts if not plan.sharded[i].replicated]
+            mine = [i for i in self.owned if not plan.sharded[i].replicated]
+            self._all_to_all(
+                self._tp_group,
+                [[parts[i] for i in sharded if plan.owners[i][0] == to] for to in range(plan.tp)],
+                [
+                    [_rectangle(matrices[i], plan.sharded[i].parts[source]) for i in mine]
+                    for source in range(plan.tp)
+                ],
+            )
+        return matrices
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        send = torch.zeros(self._length, device=self._device)
-        offset = 0
-        for name in self._pieces[dist.get_rank(self._group)]:
-            send[offset : offset + pieces[name].numel()] = pieces[name]
-            offset += pieces[name].numel()
-        received = torch.empty(len(self._pieces), self._length, device=self._device)
-        dist.all_gather_into_tensor(received.view(-1), send, group=self._group)
+    def scatter(self, matrices: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
+        """Inverse of `gather`: fill the pieces of all ranks from the matrices that they own."""
+        plan, t, d = self.plan, self.t, self.d
+        parts = self._parts(plan.returned(d))
+        for i in self.owned:
+            self._shaped(parts[i], i).copy_(_rectangle(matrices[i], plan.sharded[i].parts[t]))
+        if self._tp_group:
+            self._all_to_all(
+                self._tp_group,
+                [
+                    [_rectangle(matrices[i], plan.sharded[i].parts[to]) for i in self.owned]
+                    for to in range(plan.tp)
+                ],
+                [
+                    [part for i, part in parts.items() if plan.owners[i][0] == source]
+                    for source in range(plan.tp)
+                ],
+            )
+        self._own(parts, pieces, fill_parts=False)
+        if self._dp_group and self._replicates:
+            self._all_gather(parts, pieces)
+        elif self._dp_group and self._cuts:
+            self._all_to_all(
+                self._dp_group,
+                [list(self._segments(parts, to)) for to in range(plan.dp)],
+                [list(self._held(plan.returned(source), pieces)) for source in range(plan.dp)],
+            )
 
-        whole = {
-            name: torch.empty(numel, device=self._device) for name, numel in self._numel.items()
-        }
-        for row, held in zip(received, self._pieces, strict=True):
-            offset = 0
-            for name, piece in held.items():
-                size = piece.stop - piece.start
-                whole[name][piece.start : piece.stop] = row[offset : offset + size]
-                offset += size
-        return whole
+    def _parts(self, indices: list[int], flat: Tensor | None = None) -> dict[int, Tensor]:
+        """This tensor-parallel rank's flat parts, empty, or as they lie one after the other."""
+        sizes = [self.plan.sharded[i].parts[self.t].numel for i in indices]
+        if flat is None:
+            flat = torch.empty(sum(sizes), device=self.device)
+        return dict(zip(indices, flat[: sum(sizes)].split(sizes), strict=True))
+
+    def _matrix(self, i: int) -> Tensor:
+        matrix = self.plan.sharded[i].matrix
+        return torch.empty(matrix.rows, matrix.columns, device=self.device)
+
+    def _shaped(self, part: Tensor, i: int) -> Tensor:
+        """A flat part of this rank as the rectangle of the matrix that it is."""
+        low, high = self.plan.sharded[i].parts[self.t].columns
+        return part.view(-1, high - low)
+
+    def _own(
+        self, parts: Mapping[int, Tensor], pieces: Mapping[str, Tensor], fill_parts: bool
+    ) -> None:
+        """Copy what this rank holds of the parts that meet here; one side fills the other."""
+        inside = list(self._segments(parts, self.d))
+        outside = list(self._held(parts, pieces))
+        source, target = (outside, inside) if fill_parts else (inside, outside)
+        if target:
+            torch._foreach_copy_(target, source)
+
+    def _segments(self, parts: Mapping[int, Tensor], d: int) -> Iterable[Tensor]:
+        """Views of parts, where their elements that data-parallel rank d holds belong."""
+        for i, part in parts.items():
+            for first, _, length in self.plan.sharded[i].segments(self.t, d):
+                yield part[first : first + length]
+
+    def _held(self, indices: Iterable[int], pieces: Mapping[str, Tensor]) -> Iterable[Tensor]:
+        """Views of this rank's pieces: the elements of these matrices that it holds."""
+        for i in indices:
+            sharded = self.plan.sharded[i]
+            for _, held, length in sharded.segments(self.t, self.d):
+                yield pieces[sharded.matrix.parameter][held : held + length]
+
+    def _all_to_all(
+        self, group: dist.ProcessGroup, send: list[list[Tensor]], receive: list[list[Tensor]]
+    ) -> None:
+        """One collective: send[r] goes to rank r and fills there what it receives from us.
+
+        What a rank keeps for itself has been copied already.
+        """
+        me = dist.get_rank(group)
+        send[me], receive[me] = [], []
+        outgoing = [sum(x.numel() for x in to) for to in send]
+        incoming = [sum(x.numel() for x in source) for source in receive]
+        sent = torch.empty(sum(outgoing), device=self.device)
+        _pack(sent, [x for to in send for x in to])
+        received = torch.empty(sum(incoming), device=self.device)
+        dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
+        _unpack(received, [x for source in receive for x in source])
+
+    def _all_gather(self, parts: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
+        """Every data-parallel rank gets the updates of all owners, in one collective."""
+        plan = self.plan
+        sizes = [
+            sum(plan.sharded[i].parts[self.t].numel for i in plan.returned(d))
+            for d in range(plan.dp)
+        ]
+        sent = torch.zeros(max(sizes), device=self.device)
+        _pack(sent, list(parts.values()))
+        received = torch.empty(plan.dp, max(sizes), device=self.device)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=self._dp_group)
+        for d in range(plan.dp):
+            if d != self.d:
+                self._own(self._parts(plan.returned(d), received[d]), pieces, fill_parts=False)
+
+
+def _rectangle(matrix: Tensor, part: Part) -> Tensor:
+    """The view of a matrix [rows, columns] that a part is."""
+    return matrix[slice(*part.rows), slice(*part.columns)]
+
+
+def _pack(flat: Tensor, sources: list[Tensor]) -> None:
+    """Copy sources of any shape to consecutive elements."""
+    if sources:
+        count = sum(x.numel() for x in sources)
+        chunks = flat[:count].split([x.numel() for x in sources])
+        torch._foreach_copy_(
+            [c.view(x.shape) for c, x in zip(chunks, sources, strict=True)], sources
+        )
+
+
+def _unpack(flat: Tensor, targets: list[Tensor]) -> None:
+    """Copy consecutive elements into targets of any shape."""
+    if targets:
+        chunks = flat.split([x.numel() for x in targets])
+        torch._foreach_copy_(
+            targets, [c.view(x.shape) for c, x in zip(chunks, targets, strict=True)]
+        )

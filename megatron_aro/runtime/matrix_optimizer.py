@@ -23,8 +23,8 @@ from megatron_aro.rotation import (
     new_fallback_counts,
     second_moment_shape,
 )
-from megatron_aro.runtime.exchange import Exchange, Piece
-from megatron_aro.sharding.logical import LogicalMatrix, by_shape
+from megatron_aro.runtime.exchange import Exchange
+from megatron_aro.sharding.plan import Sharded
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -45,25 +45,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.aro = aro
         self.reported: dict[str, int] = {}  # fall-backs that a report has named already
 
-    def bind(
-        self,
-        matrices: Sequence[LogicalMatrix],
-        main_parameters: Mapping[str, Tensor],
-        pieces: Mapping[str, Piece],
-        exchange: Exchange,
-        device: torch.device,
-    ) -> None:
-        """Say which logical matrices there are and which part of them this rank holds.
+    def bind(self, exchange: Exchange, main_parameters: Mapping[str, Tensor]) -> None:
+        """Say what this rank owns, and what it holds.
 
         Args:
-            matrices: every logical matrix that this rank steps.
+            exchange: moves pieces of all ranks to the owners of matrices, and updates back.
             main_parameters: float32 main parameter (whole, or a 1-D slice) by parameter name.
-            pieces: the elements of the parameter that it holds, for the same names.
-            exchange: makes whole parameters from the pieces of all ranks.
-            device: where the rotations live.
         """
-        self._main, self._pieces, self._exchange = dict(main_parameters), dict(pieces), exchange
-        self._matrices = list(by_shape(matrices).items())
+        self._exchange, self._main = exchange, dict(main_parameters)
+        device = exchange.device
+        self._matrices = exchange.plan.batches(exchange.owned)
         self._batches = []
         for (m, n), members in self._matrices:
             moment = second_moment_shape(self.aro, m, n)
@@ -89,27 +80,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
             momenta = [self.state[p]["exp_avg"] for p in group["params"]]
             advance_momentum(momenta, [p.grad for p in group["params"]], self.aro.momentum)
 
-        whole = self._exchange.gather(
+        sharded = self._exchange.plan.sharded
+        matrices = self._exchange.gather(
             {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
         )
         for (_, members), batch in zip(self._matrices, self._batches, strict=True):
-            batch.momentum = torch.stack([oriented(whole[x.parameter], x) for x in members])
+            batch.momentum = torch.stack([oriented(matrices[i], sharded[i]) for i in members])
         computed = compute_updates(self._batches, self.aro, self.fallbacks)
-
-        updates = {name: torch.empty_like(flat) for name, flat in whole.items()}
         for (_, members), batch, update in zip(
             self._matrices, self._batches, computed, strict=True
         ):
             batch.momentum = torch.empty(0)
-            for matrix, values in zip(members, update, strict=True):
-                store(values, matrix, updates[matrix.parameter])
-
-        names = {main: name for name, main in self._main.items()}
+            matrices.update(
+                {i: oriented(u, sharded[i]) for i, u in zip(members, update, strict=True)}
+            )
+        updates = {main: torch.empty_like(main) for main in self._main.values()}
+        self._exchange.scatter(
+            matrices, {name: updates[main].view(-1) for name, main in self._main.items()}
+        )
         for group in self.param_groups:
-            mine = []
-            for main in group["params"]:
-                piece = self._pieces[names[main]]
-                mine.append(updates[names[main]][piece.start : piece.stop].view_as(main))
+            mine = [updates[main] for main in group["params"]]
             apply_updates(group["params"], mine, group["lr"], group["weight_decay"])
 
     def initialize_state(self) -> None:
@@ -120,7 +110,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
 
     def rotation_state(self) -> dict[str, Tensor]:
-        """What belongs to logical matrices, by ``<kind>.<name>``, as views, and the fall-backs.
+        """What belongs to the matrices that this rank owns, by ``<kind>.<name>``, as views.
 
         ``rotation.<name>`` [m, k] and, for the adam projection, ``second_moment.<name>`` [k, n];
         ``fallbacks`` counts the rungs of orthonormalisation, int64 [len(FALLBACK_RUNGS)].
@@ -128,9 +118,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         state = {"fallbacks": self.fallbacks}
         for (_, members), batch in zip(self._matrices, self._batches, strict=True):
             for i, matrix in enumerate(members):
-                state[f"rotation.{matrix.name}"] = batch.rotation[i]
+                name = self._exchange.plan.sharded[matrix].matrix.name
+                state[f"rotation.{name}"] = batch.rotation[i]
                 if batch.second_moment is not None:
-                    state[f"second_moment.{matrix.name}"] = batch.second_moment[i]
+                    state[f"second_moment.{name}"] = batch.second_moment[i]
         return state
 
     def load_rotation_state(self, loaded: Mapping[str, Tensor]) -> None:
@@ -162,19 +153,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return dict(zip(FALLBACK_RUNGS, self.fallbacks.tolist(), strict=True))
 
 
-def oriented(flat: Tensor, matrix: LogicalMatrix) -> Tensor:
-    """Cut a matrix out of its flat parameter: [m, n], rows the rotated side."""
-    view = flat.view(-1, matrix.columns)
-    rows = [view[start:stop] for start, stop in matrix.intervals]
-    cut = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return cut.T if matrix.transposed else cut
-
-
-def store(values: Tensor, matrix: LogicalMatrix, flat: Tensor) -> None:
-    """Inverse of `oriented`: write [m, n] into the rows of the flat parameter it came from."""
-    view = flat.view(-1, matrix.columns)
-    rows = values.T if matrix.transposed else values
-    offset = 0
-    for start, stop in matrix.intervals:
-        view[start:stop] = rows[offset : offset + stop - start]
-        offset += stop - start
+def oriented(matrix: Tensor, sharded: Sharded) -> Tensor:
+    """From the stored orientation of a matrix to that with the rotated side as rows, or back."""
+    return matrix.T if sharded.matrix.transposed else matrix

@@ -7,7 +7,7 @@ which side is rotated; everything that moves or steps matrices works from this d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Interval = tuple[int, int]  # half-open
@@ -74,11 +74,3 @@ def check_partition(parameter: str, rows: int, matrices: Iterable[LogicalMatrix]
         raise ValueError(
             f"The logical matrices of {parameter} cover {position} of its {rows} rows."
         )
-
-
-def by_shape(matrices: Sequence[LogicalMatrix]) -> dict[tuple[int, int], list[LogicalMatrix]]:
-    """Matrices grouped by oriented shape, in order: each group is stepped as one batch."""
-    batches: dict[tuple[int, int], list[LogicalMatrix]] = {}
-    for matrix in matrices:
-        batches.setdefault(matrix.shape, []).append(matrix)
-    return batches

@@ -12,13 +12,18 @@ ARO = [*TINY, "--optimizer", "aro"]
 GATED = """
     --swiglu --disable-bias-linear --group-query-attention --num-query-groups 2
 """.split()
-MOE = ["--num-experts", "4", "--moe-router-topk", "2", "--swiglu", "--disable-bias-linear"]
+MOE = """
+    --num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear
+    --group-query-attention --num-query-groups 2 --moe-token-dispatcher-type alltoall
+""".split()
 DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
 def optimizer_state(model: list, optimizer: Any) -> dict[str, torch.Tensor]:
     """All state of this rank: momenta, Adam's moments, steps, rotations, fall-backs."""
-    state = dict(optimizer._matrices.rotation_state())
+    state = {}
+    for i, matrices in enumerate(optimizer.matrices):
+        state |= {f"aro{i}.{name}": tensor for name, tensor in matrices.rotation_state().items()}
     for index, chained in enumerate(optimizer.chained_optimizers):
         parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
         for i, parameter in enumerate(parameters):
@@ -53,43 +58,63 @@ def _groups(wrapped: Any) -> Any:
 
 
 def train_recorded(argv: list[str]) -> dict[str, Any]:
-    """Train and record what this rank's part of ARO was given.
+    """Train, stepping one matrix at a time, and record what this rank's part of ARO was given.
 
     Returns:
-        spans: (start, stop) of this rank's elements by parameter name; weights: these elements
-        before the first step; steps: per step their gradients, the group's lr and weight decay;
-        result: the run's TrainResult.
+        result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
+        position, the plan's matrices, the pieces of weights before the first step, and per step
+        the pieces of gradients, the learning rate and the weight decay.
     """
     import runs
 
     from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+    from megatron_aro.sharding.plan import Plan
 
-    seen: dict[str, Any] = {"steps": []}
+    def singly(self: Plan, indices: list[int]) -> list:
+        return [(self.sharded[i].matrix.shape, [i]) for i in indices]
+
+    Plan.batches = singly  # type: ignore[method-assign]
+    seen: dict[int, dict[str, Any]] = {}
     original = MatrixOptimizer.step
 
     def step(self: MatrixOptimizer, closure: None = None) -> None:
-        copies = {name: main.detach().flatten().clone() for name, main in self._main.items()}
-        seen.setdefault("weights", copies)
-        seen["spans"] = {name: (piece.start, piece.stop) for name, piece in self._pieces.items()}
+        weights = {name: main.detach().flatten().clone() for name, main in self._main.items()}
+        exchange = self._exchange
+        mine = seen.setdefault(
+            id(self),
+            {
+                "position": (exchange.t, exchange.d),
+                "sharded": exchange.plan.sharded,
+                "owned": [exchange.plan.sharded[i].matrix.name for i in exchange.owned],
+                "weights": weights,
+                "steps": [],
+            },
+        )
         gradients = {name: main.grad.flatten().clone() for name, main in self._main.items()}
-        (rates,) = {(g["lr"], g["weight_decay"]) for g in self.param_groups if g["params"]}
-        seen["steps"].append((gradients, *rates))
+        rates = {(g["lr"], g["weight_decay"]) for g in self.param_groups}
+        mine["steps"].append((gradients, *rates.pop()))
         original(self, closure)
 
     MatrixOptimizer.step = step  # type: ignore[method-assign]
-    seen["result"] = runs.train(argv)
-    return seen
+    result = runs.train(argv)
+    return {"result": result, "optimizers": list(seen.values())}
 
 
-def whole(parts: list[dict[str, torch.Tensor]], spans: list[dict[str, Any]], like: dict) -> dict:
-    """Parameters from the pieces of all ranks, in the shapes of `like`; NaN where none has any."""
-    made = {}
-    for name in {name for held in spans for name in held}:
-        flat = torch.full((like[name].numel(),), float("nan"))
-        for part, held in zip(parts, spans, strict=True):
-            if name in held:
-                flat[slice(*held[name])] = part[name]
-        made[name] = flat.view(like[name].shape)
+def whole(optimizers: list[dict[str, Any]], pieces: list[dict[str, torch.Tensor]]) -> dict:
+    """The logical matrices, as stored, from the pieces of all ranks; NaN where none has any."""
+    made: dict[str, torch.Tensor] = {}
+    for optimizer, held in zip(optimizers, pieces, strict=True):
+        t, d = optimizer["position"]
+        for sharded in optimizer["sharded"]:
+            matrix, part = sharded.matrix, sharded.parts[t]
+            full = made.setdefault(
+                matrix.name, torch.full((matrix.rows, matrix.columns), float("nan"))
+            )
+            rectangle = full[slice(*part.rows), slice(*part.columns)]
+            flat = rectangle.flatten()
+            for first, start, length in sharded.segments(t, d):
+                flat[first : first + length] = held[matrix.parameter][start : start + length]
+            rectangle.copy_(flat.view(rectangle.shape))
     return made
 
 
@@ -150,7 +175,7 @@ def train_with_lost_parameter(argv: list[str]) -> int:
 
     def groups(*args: Any) -> Any:
         found = original(*args)
-        next(g for g in found[False] if g["params"])["params"].pop()
+        next(g for g in found[False, False] if g["params"])["params"].pop()
         return found
 
     built._param_groups = groups

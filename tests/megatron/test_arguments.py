@@ -155,11 +155,9 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--tensor-model-parallel-size", "2"),
-        ("--pipeline-model-parallel-size", "2"),
         ("--fp16",),
+        ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
         ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
-        ("--num-experts", "4", "--expert-model-parallel-size", "2"),
     ],
 )
 def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):
@@ -176,8 +174,8 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
     args = parse()
     assert not refusal.applies(args)
     name = refusal.flag.split()[0].strip("-").replace("-", "_")
-    for value in (2, True, "full_iteration", "somewhere.yaml"):
-        if refusal.applies(SimpleNamespace(**{**vars(args), name: value})):
+    for value in (2, True, "full_iteration", "somewhere.yaml", "torch"):
+        if refusal.applies(SimpleNamespace(**{**vars(args), "save": "there", name: value})):
             break
     else:
         pytest.fail(f"nothing turns {refusal.flag} on")

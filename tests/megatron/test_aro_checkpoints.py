@@ -13,6 +13,9 @@ from pool import Pool
 RUN = [*ARO, "--train-iters", "6", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+EP2 = ["--expert-model-parallel-size", "2"]
 
 CASES = {
     "float32": (1, GATED),
@@ -23,8 +26,12 @@ CASES = {
     "distributed, fully reshardable": (2, [*GATED, *DISTRIBUTED, *RESHARDABLE]),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
-    "torch": (2, [*GATED, *TORCH, "--bf16"]),
-    "torch, distributed": (2, [*GATED, *TORCH, *DISTRIBUTED, "--bf16"]),
+    "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),
+    "torch, distributed": (1, [*GATED, *TORCH, *DISTRIBUTED, "--bf16"]),
+    "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
+    "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
+    "PP 2 x DP 2, replicated": (4, [*GATED, *PP2]),
+    "EP 2 x DP 2": (4, [*MOE, *EP2, *DISTRIBUTED]),
 }
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_aro.config import AROConfig
-from megatron_aro.megatron.matrices import canonical_name, place
+from megatron_aro.megatron.matrices import place
+from megatron_aro.megatron.names import canonical_name
 from megatron_aro.megatron.report import placement_table
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 12, 4, 2, 3

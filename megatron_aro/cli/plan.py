@@ -1,0 +1,304 @@
+"""Show what ARO costs each rank of a layout, without a GPU and without starting processes.
+
+    megatron-aro plan --world-size 64 --tp 4 -- <Megatron's model flags>
+
+Megatron's own parser reads the flags. Times are predictions for H100s, for ARO's work alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_aro.sharding.account import Account, Run, account
+from megatron_aro.sharding.gpt import GPT, Chunk, Split
+
+# Before the user's flags; they say nothing about the plan, but Megatron wants them.
+_DEFAULTS = """--seq-length 4096 --max-position-embeddings 4096 --lr 1e-4 --train-iters 1
+    --mock-data --tokenizer-type NullTokenizer --optimizer aro""".split()
+# What would change a GPT's parameters in ways that `sharding.gpt` does not know.
+_UNKNOWN = {
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "is_hybrid_model": "--is-hybrid-model",
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json",
+    "moe_latent_size": "--moe-latent-size",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+}
+# Kernels that this machine may lack; parameters are the same without.
+_KERNELS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+# Figure -> (title, what one shown unit is).
+_ROWS = {
+    "matrices": ("matrices owned", 1.0),
+    "flops": ("TFLOP", 1e12),
+    "milliseconds": ("predicted ms", 1.0),
+    "dp_sent": ("MiB sent over DP", 2.0**20),
+    "dp_received": ("MiB received over DP", 2.0**20),
+    "tp_sent": ("MiB sent over TP", 2.0**20),
+    "tp_received": ("MiB received over TP", 2.0**20),
+    "gradients": ("MiB of gradients sent", 2.0**20),
+    "momentum": ("MiB momentum", 2.0**20),
+    "rotation": ("MiB rotations", 2.0**20),
+    "workspace": ("MiB workspace", 2.0**20),
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `plan` to the subcommands of an argparse parser."""
+    parser = commands.add_parser(
+        "plan", help="what ARO costs each rank of a layout", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--world-size", type=_positive, required=True, metavar="N", help="ranks")
+    for name, what in {
+        "tp": "tensor",
+        "pp": "pipeline",
+        "cp": "context",
+        "ep": "expert",
+        "etp": "expert-tensor",
+    }.items():
+        parser.add_argument(
+            f"--{name}", type=_positive, metavar="N", help=f"{what}-parallel size; Megatron's flag"
+        )
+    parser.add_argument(
+        "--workspace-mib",
+        type=_positive,
+        default=2048,
+        metavar="MIB",
+        help="memory that a batch of matrices may take while it is stepped (default %(default)s)",
+    )
+    parser.add_argument(
+        "--replicated", action="store_true", help="without Megatron's distributed optimizer"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and operations")
+    parser.add_argument("flags", nargs="*", help="Megatron's model flags, after --")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan and print.
+
+    Raises:
+        ValueError, AssertionError: settings that Megatron or the plan cannot do.
+    """
+    megatron, config = parse(_megatron_flags(args), args.world_size)
+    began = time.perf_counter()
+    settings = run_settings(megatron, args.workspace_mib << 20)
+    result = account(gpt_sizes(megatron, config), pipeline(config), settings)
+    took = time.perf_counter() - began
+    if args.json:
+        print(json.dumps(as_json(result, settings, took), indent=2))
+    else:
+        print(as_text(result, settings, took))
+
+
+def parse(flags: Sequence[str], world_size: int) -> tuple[argparse.Namespace, Any]:
+    """Megatron's validated arguments and its TransformerConfig; its output is dropped.
+
+    Raises:
+        ValueError: a flag is unknown, or its effect on the parameters is.
+    """
+    from megatron_aro.megatron import cpu_mode, hooks
+
+    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cpu_mode.enable()
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hooks.register()
+        from megatron.training import arguments
+
+        sys.argv[1:] = flags  # where Megatron reads them
+        args = arguments.parse_args(extra_args_provider=_raise_errors)
+        _override_batch(args)
+        arguments.validate_args(args)
+        for name, flag in _UNKNOWN.items():
+            if getattr(args, name, None):
+                raise ValueError(f"megatron-aro plan does not know the parameters under {flag}.")
+        if args.vocab_size is None:
+            raise ValueError("Give --vocab-size: no tokenizer is loaded here.")
+        vars(args).update(dict.fromkeys(_KERNELS, False))
+        return args, arguments.core_transformer_config_from_args(args)
+
+
+def _megatron_flags(args: argparse.Namespace) -> list[str]:
+    sizes = {
+        "--tensor-model-parallel-size": args.tp,
+        "--pipeline-model-parallel-size": args.pp,
+        "--context-parallel-size": args.cp,
+        "--expert-model-parallel-size": args.ep,
+        "--expert-tensor-parallel-size": args.etp,
+    }
+    layout = [word for flag, n in sizes.items() if n for word in (flag, str(n))]
+    distributed = [] if args.replicated else ["--use-distributed-optimizer"]
+    return [*_DEFAULTS, *args.flags, *layout, *distributed]
+
+
+def _raise_errors(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def error(message: str) -> None:
+        raise ValueError(f"{message} (Megatron's flags go after --)")
+
+    parser.error = error  # type: ignore[assignment, method-assign]
+    return parser
+
+
+def _override_batch(args: argparse.Namespace) -> None:
+    """Batches have no effect on the plan, and need not fit the layout that is tried."""
+    args.micro_batch_size, args.rampup_batch_size = 1, None
+    args.global_batch_size = args.world_size // (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+
+
+def gpt_sizes(args: argparse.Namespace, config: Any) -> GPT:
+    """The model that Megatron would build from these arguments."""
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    vocabulary = args.padded_vocab_size or calculate_padded_vocab_size(
+        args.vocab_size,
+        args.make_vocab_size_divisible_by,
+        args.tensor_model_parallel_size,
+        logging_enabled=False,
+    )
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(args.num_layers)]
+    return GPT(
+        layers=args.num_layers,
+        hidden=config.hidden_size,
+        ffn=config.ffn_hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups,
+        head=config.kv_channels,
+        vocabulary=vocabulary,
+        tied=not args.untie_embeddings_and_output_weights,
+        positions=args.max_position_embeddings
+        if args.position_embedding_type == "learned_absolute"
+        else 0,
+        gated=config.gated_linear_unit,
+        attention_gate=bool(getattr(config, "attention_output_gate", False)),
+        norm_bias=config.normalization == "LayerNorm",
+        linear_bias=config.add_bias_linear,
+        qkv_bias=config.add_qkv_bias,
+        qk_norm=config.qk_layernorm,
+        moe=tuple(map(bool, frequency)) if config.num_moe_experts else (),
+        experts=config.num_moe_experts or 0,
+        moe_ffn=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_ffn=config.moe_shared_expert_intermediate_size or 0,
+        shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
+        grouped=bool(args.moe_grouped_gemm),
+    )
+
+
+def pipeline(config: Any) -> list[list[Chunk]]:
+    """The chunks of each pipeline stage, by Megatron's own rules, custom layouts included."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    custom = config.pipeline_model_parallel_layout
+    stages: list[list[Chunk]] = [[] for _ in range(pp)]
+    built = 0
+    for v in range(vpp or 1):
+        for p in range(pp):
+            if custom is not None:
+                kinds = custom.layout[p][v]
+                count, offset = kinds.count(LayerType.decoder), built
+                first, last = LayerType.embedding in kinds, LayerType.loss in kinds
+            else:
+                stage = v if vpp else None
+                count = get_num_layers_to_build(config, stage, p)
+                offset = get_transformer_layer_offset(config, stage, p)
+                first, last = p == v == 0, p == pp - 1 and v == (vpp or 1) - 1
+            stages[p].append(Chunk(tuple(range(offset, offset + count)), first, last))
+            built += count
+    return stages
+
+
+def run_settings(args: argparse.Namespace, workspace: int) -> Run:
+    """The layout in Megatron's arguments.
+
+    Args:
+        workspace: bytes.
+    """
+    from megatron_aro.megatron.arguments import aro_config
+
+    ranks = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    bucket_size = None
+    if args.overlap_grad_reduce:
+        if args.ddp_num_buckets is not None:
+            raise ValueError("megatron-aro plan takes --ddp-bucket-size, not --ddp-num-buckets.")
+        bucket_size = args.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.bf16
+    return Run(
+        ranks=args.world_size,
+        stages=args.pipeline_model_parallel_size,
+        split=Split(
+            tp=args.tensor_model_parallel_size,
+            etp=args.expert_tensor_parallel_size,
+            ep=args.expert_model_parallel_size,
+        ),
+        distributed=args.use_distributed_optimizer,
+        bucket_size=bucket_size,
+        for_bandwidth=args.ddp_pad_buckets_for_high_nccl_busbw,
+        gradient_bytes=4 if in_fp32 else 2,
+        workspace=workspace,
+        precision=aro_config(args).precision,
+    )
+
+
+def as_text(result: Account, run: Run, took: float) -> str:
+    """The table, one line a figure."""
+    lines = [
+        f"{result.parameters:,} parameters, of which {result.aro_parameters:,} in "
+        f"{result.matrices:,} matrices are ARO's; planned in {took:.2f} s",
+        f"{run.ranks} ranks: {run.stages} stages, TP {run.split.tp}, "
+        f"DP x CP {run.per_stage // run.split.tp}, EP {run.split.ep}, expert TP {run.split.etp}",
+        "",
+        f"{'per rank and step':24} {'min':>12} {'mean':>12} {'max':>12}",
+    ]
+    for name, (title, unit) in _ROWS.items():
+        shown = [f"{value / unit:12,.2f}" for value in result.spread(name)]
+        lines.append(f"{title:24} {' '.join(shown)}")
+    lines.append(f"{'imbalance (max / mean)':24} {result.imbalance:38.2f}")
+    lines.append(f"{'  at best':24} {result.best_imbalance:38.2f}")
+    return "\n".join(lines)
+
+
+def as_json(result: Account, run: Run, took: float) -> dict[str, Any]:
+    """Everything in the table, in bytes, operations and milliseconds."""
+    spreads = {
+        name: dict(zip(("min", "mean", "max"), result.spread(name), strict=True)) for name in _ROWS
+    }
+    return {
+        "run": dataclasses.asdict(run),
+        "parameters": result.parameters,
+        "aro_parameters": result.aro_parameters,
+        "matrices": result.matrices,
+        "per_rank": spreads,
+        "imbalance": result.imbalance,
+        "best_imbalance": result.best_imbalance,
+        "planning_seconds": took,
+    }
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)

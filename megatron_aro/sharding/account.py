@@ -1,0 +1,292 @@
+"""What ARO costs each rank of a layout: work, bytes, memory; from integers alone.
+
+Per step and rank. Stages that hold the same layers get the same plan, and so do all shares of the
+experts, so each is planned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_aro.sharding.buffers import everywhere, lay_out
+from megatron_aro.sharding.cost import (
+    FP32,
+    H100,
+    Precision,
+    Rates,
+    Work,
+    rotation_bytes,
+    seconds,
+    step_work,
+    work_seconds,
+    workspace_bytes,
+)
+from megatron_aro.sharding.geometry import Layout, Part, parts
+from megatron_aro.sharding.gpt import GPT, Chunk, Parameter, Split, chunk_parameters
+from megatron_aro.sharding.logical import Interval, LogicalMatrix
+from megatron_aro.sharding.plan import Plan, Sharded, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is trained, as far as ARO's work depends on it.
+
+    Attributes:
+        ranks: in all.
+        stages: of the pipeline.
+        split: of a stage.
+        distributed: --use-distributed-optimizer; else parameters are replicated.
+        bucket_size: elements, of the first chunk of the first stage, None for one bucket; other
+            chunks have one bucket always.
+        for_bandwidth: --ddp-pad-buckets-for-high-nccl-busbw.
+        gradient_bytes: an element of the gradient buffers.
+        exchange_bytes: an element that is gathered or returned.
+        workspace: bytes that stepping a batch may take; one matrix always goes.
+    """
+
+    ranks: int
+    stages: int = 1
+    split: Split = Split()
+    distributed: bool = True
+    bucket_size: int | None = None
+    for_bandwidth: bool = False
+    gradient_bytes: int = FP32
+    exchange_bytes: int = FP32
+    workspace: int = 2 << 30
+    rates: Rates = H100
+    precision: Precision = "fp32"
+
+    def __post_init__(self) -> None:
+        for product, what in (
+            (self.stages * self.split.tp, "stages x TP"),
+            (self.stages * self.split.etp * self.split.ep, "stages x expert TP x EP"),
+        ):
+            if self.ranks % product:
+                raise ValueError(f"{self.ranks} ranks do not divide by {what} = {product}.")
+
+    @property
+    def per_stage(self) -> int:
+        return self.ranks // self.stages
+
+    def seconds(self, matrix: LogicalMatrix) -> float:
+        """Predicted seconds of one step of a matrix."""
+        return seconds(matrix, self.rates, self.precision)
+
+
+@dataclass
+class Figures:
+    """Of one rank, per step where it is not memory. Bytes, unless the name says otherwise.
+
+    Attributes:
+        dp_sent, dp_received: over data parallelism, elements of cut matrices to their owners and
+            updates back; tp_sent, tp_received: parts over tensor parallelism, both ways.
+        gradients: sent by a ring reduce-scatter of all gradients (an all-reduce where parameters
+            are replicated), to compare with.
+        workspace: of the largest batch.
+    """
+
+    matrices: int = 0
+    flops: float = 0.0
+    milliseconds: float = 0.0
+    dp_sent: int = 0
+    dp_received: int = 0
+    tp_sent: int = 0
+    tp_received: int = 0
+    gradients: float = 0.0
+    momentum: int = 0
+    rotation: int = 0
+    workspace: int = 0
+
+    def __add__(self, other: Figures) -> Figures:
+        total = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Figures(**{**total, "workspace": max(self.workspace, other.workspace)})
+
+
+@dataclass(frozen=True)
+class Account:
+    """The whole run.
+
+    Attributes:
+        parameters, matrices: of the model, each once; aro_parameters: of them in matrices.
+        largest: predicted milliseconds of its most expensive matrix.
+        ranks: figures by rank, of the stage, then of the rank in its stage.
+    """
+
+    parameters: int
+    aro_parameters: int
+    matrices: int
+    largest: float
+    ranks: tuple[Figures, ...]
+
+    def spread(self, name: str) -> tuple[float, float, float]:
+        """(min, mean, max) of a figure over all ranks."""
+        values = [getattr(figures, name) for figures in self.ranks]
+        return min(values), sum(values) / len(values), max(values)
+
+    @property
+    def imbalance(self) -> float:
+        """Predicted time of the slowest rank over the mean."""
+        _, mean, slowest = self.spread("milliseconds")
+        return slowest / mean if mean else 1.0
+
+    @property
+    def best_imbalance(self) -> float:
+        """What no assignment of whole matrices could go below: the largest takes its time."""
+        _, mean, _ = self.spread("milliseconds")
+        return max(1.0, self.largest / mean) if mean else 1.0
+
+
+def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
+    """Plan every stage and add up what its ranks do.
+
+    Args:
+        pipeline: the chunks of each stage.
+    """
+    planned: dict[tuple, list[Figures]] = {}
+    ranks: list[Figures] = []
+    for number, chunks in enumerate(pipeline):
+        moe = gpt.moe or (False,) * gpt.layers
+        layers = tuple(
+            (tuple(moe[layer] for layer in chunk.layers), chunk.first, chunk.last)
+            for chunk in chunks
+        )
+        key = (number == 0, layers)  # the first stage alone has buckets
+        if key not in planned:
+            planned[key] = _stage(gpt, chunks, run, run.bucket_size if number == 0 else None)
+        ranks += planned[key]
+    whole = Chunk(tuple(range(gpt.layers)), first=True, last=True)
+    everything = chunk_parameters(gpt, whole, Split())
+    aro = [parameter for parameter in everything if parameter.matrices]
+    return Account(
+        parameters=sum(parameter.numel for parameter in everything),
+        aro_parameters=sum(parameter.numel for parameter in aro),
+        matrices=sum(len(parameter.matrices) for parameter in aro),
+        largest=max(
+            (1e3 * run.seconds(matrix) for parameter in aro for matrix in parameter.matrices),
+            default=0.0,
+        ),
+        ranks=tuple(ranks),
+    )
+
+
+def _stage(gpt: GPT, chunks: Sequence[Chunk], run: Run, bucket_size: int | None) -> list[Figures]:
+    """The ranks of a stage, in Megatron's order: TP, then CP, EP and DP, the last slowest."""
+    split, size = run.split, run.per_stage
+    stored = [chunk_parameters(gpt, chunk, split) for chunk in chunks]
+    grids = {}
+    for expert, tp, dp in (
+        (False, split.tp, size // split.tp),
+        (True, split.etp, size // (split.etp * split.ep)),
+    ):
+        kind = [[p for p in parameters if p.expert == expert] for parameters in stored]
+        grids[expert] = _grid(kind, tp, dp, run, bucket_size)
+    return [
+        grids[False][rank % split.tp][rank // split.tp]
+        + grids[True][rank % split.etp][rank // (split.etp * split.ep)]
+        for rank in range(size)
+    ]
+
+
+def _grid(
+    chunks: Sequence[Sequence[Parameter]], tp: int, dp: int, run: Run, bucket_size: int | None
+) -> list[list[Figures]]:
+    """Figures of the positions [tp][dp] that share these parameters, chunk by chunk."""
+    sharded: list[Sharded] = []
+    cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
+    buffered = 0  # elements of all gradient buffers
+    changes = [0] * (dp + 1)  # of the momentum's bytes from one data-parallel rank to the next
+    for number, parameters in enumerate(chunks):
+        for aro in (True, False):
+            mine = [p for p in parameters if bool(p.matrices) == aro]
+            sizes = [p.shard for p in mine]
+            buffer = lay_out(sizes, dp, None if number else bucket_size, run.for_bandwidth)
+            buffered += buffer.numel if run.distributed else sum(sizes)
+            for i, parameter in enumerate(mine):
+                if not aro:
+                    continue
+                held = buffer.held(i) if run.distributed else everywhere(sizes[i], dp)
+                for first, last, (start, stop) in held.runs:
+                    changes[first] += FP32 * (stop - start)
+                    changes[last] -= FP32 * (stop - start)
+                for matrix in parameter.matrices:
+                    key = (matrix.intervals, matrix.columns, parameter.layout)
+                    if key not in cut:
+                        cut[key] = parts(matrix, parameter.layout)
+                    replicated = parameter.layout.axis is None
+                    sharded.append(Sharded(matrix, cut[key], replicated, held))
+    plan = make_plan(sharded, tp, dp, run.seconds)
+    momentum = list(accumulate(changes))[:dp]
+    figures = [[Figures(momentum=of_rank) for of_rank in momentum] for _ in range(tp)]
+    directions = 1 if run.distributed else 2
+    for row in figures:
+        for figure in row:
+            figure.gradients = directions * buffered * run.gradient_bytes * (dp - 1) / dp
+    _add_work(plan, figures, run)
+    (_add_exchange if run.distributed else _add_replicas)(plan, figures, run.exchange_bytes)
+    return figures
+
+
+def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
+    batches: dict[tuple[tuple[int, int], tuple[int, int]], int] = {}
+    for s, owner in zip(plan.sharded, plan.owners, strict=True):
+        at = (owner, s.matrix.shape)
+        batches[at] = batches.get(at, 0) + 1
+    for ((t, d), (m, n)), count in batches.items():
+        figure, one = figures[t][d], workspace_bytes(m, n)
+        work: Work = step_work(m, n)
+        figure.matrices += count
+        figure.flops += count * work.flops
+        figure.milliseconds += 1e3 * count * work_seconds(work, run.rates, run.precision)
+        figure.rotation += count * rotation_bytes(m, n)
+        figure.workspace = max(figure.workspace, one * min(count, max(1, run.workspace // one)))
+
+
+def _add_exchange(plan: Plan, figures: list[list[Figures]], size: int) -> None:
+    """Bytes of both hops and both directions; only cut matrices travel over data parallelism."""
+    for s, (owner, home) in zip(plan.sharded, plan.owners, strict=True):
+        gathered = (owner,) if s.replicated else range(plan.tp)
+        for first, last, _ in s.holders():
+            for d in range(first, last):
+                if d == home:
+                    continue
+                for t in range(plan.tp):
+                    sent = size * sum(length for _, _, length in s.segments(t, d))
+                    there, back = figures[t][d], figures[t][home]
+                    if t in gathered:
+                        there.dp_sent += sent
+                        back.dp_received += sent
+                    back.dp_sent += sent
+                    there.dp_received += sent
+        _add_tensor_parallel(plan, figures, s, (owner, home), size)
+
+
+def _add_replicas(plan: Plan, figures: list[list[Figures]], size: int) -> None:
+    """Nothing is gathered over data parallelism; every update goes to all other ranks."""
+    returned = [[0] * plan.dp for _ in range(plan.tp)]
+    for s, (owner, home) in zip(plan.sharded, plan.owners, strict=True):
+        for t, part in enumerate(s.parts):
+            returned[t][home] += size * part.numel
+        _add_tensor_parallel(plan, figures, s, (owner, home), size)
+    for t, row in enumerate(returned):
+        total = sum(row)
+        for d, own in enumerate(row):
+            figures[t][d].dp_sent += own * (plan.dp - 1)
+            figures[t][d].dp_received += total - own
+
+
+def _add_tensor_parallel(
+    plan: Plan, figures: list[list[Figures]], s: Sharded, position: tuple[int, int], size: int
+) -> None:
+    """Parts go to the owner (unless each rank has the whole) and parts of the update come back."""
+    owner, home = position
+    at_owner = figures[owner][home]
+    for t, part in enumerate(s.parts):
+        if t != owner:
+            figure, moved = figures[t][home], size * part.numel
+            if not s.replicated:
+                figure.tp_sent += moved
+                at_owner.tp_received += moved
+            at_owner.tp_sent += moved
+            figure.tp_received += moved

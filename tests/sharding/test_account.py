@@ -1,0 +1,249 @@
+"""Work, bytes and memory of a layout: they add up, and they are those of the exchange."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+
+import pytest
+import torch
+from cases import Grid, grids
+from hypothesis import given, settings
+from test_exchange import Ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation import (
+    MatrixBatch,
+    compute_updates,
+    initial_rotation,
+    new_fallback_counts,
+)
+from megatron_aro.sharding.account import Figures, Run, _add_exchange, _add_replicas, account
+from megatron_aro.sharding.cost import (
+    H100,
+    Rates,
+    seconds,
+    step_work,
+    work_seconds,
+    workspace_bytes,
+)
+from megatron_aro.sharding.gpt import GPT, Split, even_pipeline
+from megatron_aro.sharding.logical import LogicalMatrix
+
+QWEN = GPT(
+    layers=36,
+    hidden=4096,
+    ffn=12288,
+    heads=20,
+    groups=20,
+    head=128,
+    vocabulary=151936,
+    tied=False,
+    gated=True,
+    qk_norm=True,
+)
+SIGMA = GPT(
+    layers=22,
+    hidden=1024,
+    ffn=512,
+    heads=16,
+    groups=16,
+    head=64,
+    vocabulary=128256,
+    tied=False,
+    gated=True,
+    moe=(True,) * 22,
+    experts=46,
+    moe_ffn=512,
+    shared_ffn=512,
+)
+LAYOUTS = {
+    "one rank": (QWEN, Run(ranks=1)),
+    "DP": (QWEN, Run(ranks=48)),
+    "TP, PP, DP": (QWEN, Run(ranks=64, stages=4, split=Split(tp=4, etp=4))),
+    "replicated": (QWEN, Run(ranks=16, split=Split(tp=2, etp=2), distributed=False)),
+    "experts": (SIGMA, Run(ranks=16)),
+    "EP": (SIGMA, Run(ranks=16, stages=2, split=Split(tp=2, etp=1, ep=2))),
+    "ranks without work": (QWEN, Run(ranks=4096, split=Split(tp=4, etp=4))),
+}
+
+
+@pytest.mark.parametrize(("gpt", "run"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_all_ranks_together_do_the_work_of_one(gpt: GPT, run: Run) -> None:
+    """Each matrix is owned once, whatever the layout; what is sent is received."""
+    one = account(gpt, even_pipeline(gpt.layers, 1), Run(ranks=1)).ranks[0]
+    result = account(gpt, even_pipeline(gpt.layers, run.stages), run)
+    total = {name: sum(getattr(f, name) for f in result.ranks) for name in vars(Figures())}
+    # Each TP rank has a copy of the routers' momentum; EP and TP share the rest.
+    copies = 22 * 46 * 1024 * 4 * (run.split.tp - 1) if gpt is SIGMA else 0
+    if not run.distributed:
+        copies += one.momentum * (run.per_stage // run.split.tp - 1)
+    assert total["matrices"] == one.matrices == result.matrices
+    assert total["flops"] == pytest.approx(one.flops)
+    assert total["milliseconds"] == pytest.approx(one.milliseconds)
+    assert total["rotation"] == one.rotation
+    assert total["momentum"] == one.momentum + copies == 4 * result.aro_parameters + copies
+    assert total["dp_sent"] == total["dp_received"]
+    assert total["tp_sent"] == total["tp_received"]
+    assert len(result.ranks) == run.ranks
+
+
+def test_the_recipes_have_the_known_sizes() -> None:
+    """Parameters as the models built on the meta device have; matrices as in the paper's runs."""
+    qwen = account(QWEN, even_pipeline(36, 1), Run(ranks=1))
+    sigma = account(SIGMA, even_pipeline(22, 1), Run(ranks=1))
+    assert (qwen.parameters, qwen.matrices) == (8_190_735_360, 252)
+    assert (sigma.parameters, sigma.matrices) == (1_982_366_720, 3_212)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(grids(replicated=False))
+def test_bytes_are_those_of_the_exchange(grid: Grid) -> None:
+    """Counted from the messages of the exchange that is carried out, both directions."""
+    size = 4
+    figures = [[Figures() for _ in range(grid.plan.dp)] for _ in range(grid.plan.tp)]
+    add = _add_replicas if grid.plan.replicates else _add_exchange
+    add(grid.plan, figures, size)
+    sent = {p: [0, 0] for p in grid.positions}
+    received = {p: [0, 0] for p in grid.positions}
+
+    def count(hop: int, sender: tuple[int, int], to: tuple[int, int], elements: int) -> None:
+        sent[sender][hop] += size * elements
+        received[to][hop] += size * elements
+
+    over_data, over_tensor, _ = Ranks(grid).gather()
+    for hop, messages in enumerate((over_data, over_tensor)):
+        for (sender, to), message in messages.items():
+            count(hop, sender, to, sum(len(values) for _, _, values in message))
+    for s, (owner, home) in zip(grid.sharded, grid.plan.owners, strict=True):
+        for t, part in enumerate(s.parts):
+            if t != owner:
+                count(1, (owner, home), (t, home), part.numel)
+            for d in range(grid.plan.dp):
+                if d != home:
+                    back = sum(length for _, _, length in s.segments(t, d))
+                    count(0, (t, home), (t, d), back)
+    for t, d in grid.positions:
+        figure = figures[t][d]
+        assert [figure.dp_sent, figure.tp_sent] == sent[t, d]
+        assert [figure.dp_received, figure.tp_received] == received[t, d]
+
+
+def test_boundary_only_gathering_moves_little() -> None:
+    """Over DP at most the owned share moves each way; the gradients are many times that."""
+    result = account(QWEN, even_pipeline(36, 1), Run(ranks=64, split=Split(tp=4, etp=4)))
+    gradients = result.spread("gradients")[2]
+    assert result.spread("dp_sent")[2] < 0.01 * gradients
+    for figures in result.ranks:
+        assert figures.dp_sent <= 2 * figures.momentum
+        assert figures.tp_sent <= 2 * figures.momentum
+
+
+def test_large_runs_take_seconds() -> None:
+    """4096 ranks and 101,200 matrices; nothing is quadratic in either."""
+    large = GPT(
+        layers=100,
+        hidden=1024,
+        ffn=512,
+        heads=16,
+        groups=16,
+        head=64,
+        vocabulary=128256,
+        moe=(True,) * 100,
+        experts=336,
+        moe_ffn=512,
+        gated=True,
+    )
+    began = time.process_time()
+    result = account(large, even_pipeline(100, 1), Run(ranks=4096))
+    assert result.matrices == 100 * (3 + 1 + 1 + 3 * 336)
+    assert time.process_time() - began < 30
+
+
+@pytest.mark.parametrize("run", [dict(ranks=6, stages=4), dict(ranks=6, split=Split(ep=4))])
+def test_ranks_that_do_not_divide_are_refused(run: dict) -> None:
+    """Named, not rounded."""
+    with pytest.raises(ValueError, match="6 ranks do not divide"):
+        Run(**run)
+
+
+def test_imbalance_is_compared_with_what_no_plan_can_beat() -> None:
+    """One of the largest matrices takes its time, however many ranks there are."""
+    result = account(QWEN, even_pipeline(36, 1), Run(ranks=4096, split=Split(tp=4, etp=4)))
+    largest = 1e3 * work_seconds(step_work(4096, 12288))
+    assert result.best_imbalance == pytest.approx(largest / result.spread("milliseconds")[1])
+    assert 1 <= result.best_imbalance <= result.imbalance
+
+
+def test_the_work_of_a_step_is_what_the_specification_says() -> None:
+    """About 8 m^2 n + 4.3 m^3 for m <= n (the facts' figure is for one pass); thin if m > n."""
+    wide, tall = step_work(64, 256), step_work(256, 64)
+    assert wide.products == tall.products == 8 * 64 * 64 * 256
+    assert wide.cholesky == tall.cholesky == pytest.approx(2 * 64**3 / 3)
+    assert tall.solve == 4 * wide.solve == 2 * 256 * 64**2
+    assert (
+        (wide.gram, tall.gram)
+        == (2 * wide.check, 2 * tall.check)
+        == (2 * 2 * 64**3, 4 * 2 * 2 * 64**3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "count", "cholesky", "solve"), [(4096, 1, 1.9, 2.0), (1024, 64, 4.0, 3.4)]
+)
+def test_rates_reproduce_what_was_measured(
+    k: int, count: int, cholesky: float, solve: float
+) -> None:
+    """The fit of two points each, in ms on an H100, within 3%."""
+    work = step_work(k, k)
+    for flops, rate, column, expected in (
+        (work.cholesky, H100.cholesky, H100.cholesky_column, cholesky),
+        (work.solve, H100.solve, H100.solve_column, solve),
+    ):
+        one_pass = 1e3 * (flops / rate / 2 + k * column)
+        assert count * one_pass == pytest.approx(expected, rel=0.03)
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that torch makes, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, storage._cdata)
+                    self.bytes = max(self.bytes, sum(self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize(("m", "n"), [(128, 512), (128, 128), (512, 128), (256, 160)])
+def test_workspace_is_what_a_step_takes(m: int, n: int) -> None:
+    """Against the tensors that `compute_updates` really makes, within 1%."""
+    torch.manual_seed(0)
+    k = min(m, n)
+    left, right = (torch.linalg.qr(torch.randn(size, k)).Q for size in (m, n))
+    momentum = (left * torch.linspace(1.0, 0.3, k) @ right.T)[None].contiguous()
+    rotation = initial_rotation(1, m, n, dtype=torch.float32, device="cpu")
+    fallbacks = new_fallback_counts("cpu")
+    with Peak() as peak:
+        compute_updates([MatrixBatch(momentum, rotation)], AROConfig(), fallbacks)
+    assert fallbacks.tolist() == [1, 0, 0, 0]
+    assert peak.bytes + 4 * m * n == pytest.approx(workspace_bytes(m, n), rel=0.01)
+
+
+def test_seconds_grow_with_work_and_fall_with_rates() -> None:
+    """TF32 products are quicker; a matrix and its transpose cost by their oriented shape."""
+    matrix = LogicalMatrix("w", "w", ((0, 4096),), 12288, False)
+    assert seconds(matrix) == work_seconds(step_work(4096, 12288))
+    assert seconds(matrix, precision="tf32") < seconds(matrix)
+    assert seconds(matrix, Rates(fp32=math.inf)) < seconds(matrix)
