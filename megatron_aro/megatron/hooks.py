@@ -52,9 +52,13 @@ def _print_args(original: Original, title: str, args: Any) -> None:
 def _load_base_checkpoint(
     original: Original, load_dir: Any, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
+    from megatron.training import global_vars
+
     loaded = original(load_dir, args, *rest, **kwargs)
     state = loaded[0]
-    if state is not None and state.get("args") is not None:
+    # --use-checkpoint-args reads before the arguments are validated and made global.
+    validated = global_vars._GLOBAL_ARGS is not None
+    if validated and state is not None and state.get("args") is not None:
         support.check_checkpoint(args, state["args"])
     return loaded
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_aro.megatron.matrices import Placement
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
@@ -35,7 +36,18 @@ def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
 
 
 def print_placements(placements: Sequence[Placement]) -> None:
-    """Print on rank 0 which optimizer each parameter has, and why where the table is silent."""
+    """Print on rank 0 which optimizer each parameter has, and why where the table is silent.
+
+    Pipeline stages and expert-parallel ranks have parameters of their own: a collective over these
+    groups brings them together.
+    """
+    for group in (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    ):
+        everyone: list[Sequence[Placement]] = [()] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, placements, group=group)
+        placements = list({x.name: x for held in everyone for x in held}.values())
     if dist.get_rank() != 0:
         return
     table = placement_table(placements)

@@ -238,6 +238,16 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
 _FIXED = ("projection", "rotation", "orientation")
+_LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_distributed_optimizer",
+)
 
 
 def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> None:
@@ -258,12 +268,15 @@ def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> Non
             f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
             "take its weights alone with --no-load-optim, or go on with its optimizer."
         )
-    if saved.use_distributed_optimizer != args.use_distributed_optimizer:
+    moved = [
+        f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
+        for name in _LAYOUT
+        if getattr(saved, name) != getattr(args, name)
+    ]
+    if moved:
         raise RefusedError(
-            "The checkpoint was saved "
-            f"{'with' if saved.use_distributed_optimizer else 'without'} "
-            "--use-distributed-optimizer and this run is not: ARO resumes with the layout that "
-            "saved, or from the weights alone with --no-load-optim."
+            f"The checkpoint was saved with another layout, {', '.join(moved)}: ARO resumes with "
+            "the layout that saved, or from the weights alone with --no-load-optim."
         )
     changed = [
         f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"

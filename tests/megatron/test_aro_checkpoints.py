@@ -55,6 +55,17 @@ def test_a_resumed_run_is_bit_identical(
         assert same(after.inspected, before.inspected)
 
 
+def test_the_checkpoints_own_arguments_can_be_used(pool: Pool, tmp_path: Path) -> None:
+    """--use-checkpoint-args reads the checkpoint before anything can be compared with it."""
+    argv = [*ARO, *GATED, *TP2]
+    save = ["--save", str(tmp_path), "--save-interval", "5"]
+    assert pool.train(2, [*argv, *save])[0].exit_status == 0
+    load = ["--load", str(tmp_path), "--use-checkpoint-args", "--train-iters", "6"]
+    resumed = pool.train(2, [*argv, *load, "--override-opt-param-scheduler"])[0]
+    assert resumed.exit_status == 0, resumed.stderr[-2000:]
+    assert len(resumed.losses) == 1
+
+
 @pytest.mark.parametrize("form", [[], TORCH], ids=["torch_dist", "torch"])
 def test_state_of_another_optimizer_or_setting_is_refused(
     pool: Pool, tmp_path: Path, form: list[str]
@@ -82,6 +93,10 @@ def test_state_of_another_optimizer_or_setting_is_refused(
     ):
         (refused,) = pool.train(1, argv)
         assert refused.exit_status == 2 and sentence in refused.stderr
+    (moved, _) = pool.train(2, [*aro, "--load", str(tmp_path / "aro")])
+    assert moved.exit_status == 2
+    said = "--optimizer aro does not work with --ckpt-format torch" if form else "another layout"
+    assert said in moved.stderr
     for flags in (
         ["--load", str(tmp_path / "adam"), "--finetune", "--no-load-optim"],
         ["--load", str(tmp_path / "aro"), "--aro-qr", "qr", "--train-iters", "7"]

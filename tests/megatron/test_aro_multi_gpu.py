@@ -59,7 +59,12 @@ def train(folder: Path, ranks: int, *flags: str) -> list[TrainResult]:
     child = subprocess.run(
         [*command, "--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", _CHILD]
         + [str(call)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "4",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
         capture_output=True,
         timeout=300,
     )

@@ -177,6 +177,16 @@ def test_bf16_follows_float32(pool: Pool, one_process: TrainResult, flags: list[
     assert all(w.dtype == torch.bfloat16 for w in result.weights.values())
 
 
+def test_the_table_shows_all_stages_and_experts(pool: Pool) -> None:
+    """Rank 0 names parameters that it does not hold: those of the last stage, of other experts."""
+    argv = [*ARO, *MOE, *PP2, *EP2, "--micro-batch-size", "1", "--train-iters", "1"]
+    rank = pool.train(4, [*argv, "--lr-warmup-iters", "0"])[0]
+    table = rank.stdout.partition("the optimizer of each trainable parameter")[2]
+    rows = {line.split()[0]: line.split()[1] for line in table.splitlines() if "  A" in line}
+    assert rows["decoder.final_layernorm.weight"] == "1"
+    assert rows["decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight"] == "8"
+
+
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
 def test_experts_train_without_expert_parallelism(pool: Pool, flags: list[str]) -> None:
     """Routers and each expert's gate, up and down projections are ARO's; DP 2 is one process."""
