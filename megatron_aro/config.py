@@ -15,6 +15,7 @@ Rotation = Literal["aro", "eigen", "polar", "none"]
 Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
 Precision = Literal["fp32", "tf32"]
+ExchangeDtype = Literal["fp32", "bf16"]
 
 
 def _setting(default: Any, help: str, choices: Any = None) -> Any:
@@ -61,6 +62,9 @@ class AROConfig:
     )
     precision: Precision = _setting(
         "fp32", "Precision of float32 matrix products on the GPU inside ARO.", Precision
+    )
+    exchange_dtype: ExchangeDtype = _setting(
+        "fp32", "What momenta and updates travel as between ranks (Megatron only).", ExchangeDtype
     )
 
     def __post_init__(self) -> None:

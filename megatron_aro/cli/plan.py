@@ -260,6 +260,7 @@ def run_settings(args: argparse.Namespace, workspace: int) -> Run:
         gradient_bytes=4 if in_fp32 else 2,
         workspace=workspace,
         precision=aro_config(args).precision,
+        exchange_bytes={"fp32": 4, "bf16": 2}[aro_config(args).exchange_dtype],
     )
 
 

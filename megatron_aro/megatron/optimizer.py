@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import (
     ParamKey,
     _get_megatron_optimizer_based_on_param_groups,
@@ -32,10 +31,11 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithNamePredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
+from megatron.core.utils import get_model_config, get_pg_size
 
 from megatron_aro.config import AROConfig
 from megatron_aro.megatron.arguments import NAME
+from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
 from megatron_aro.megatron.names import canonical_name, trainable_parameters
 from megatron_aro.megatron.report import print_placements, report_fallbacks
@@ -149,7 +149,9 @@ def get_aro_optimizer(
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
         _check_tags(model_chunks, groups)
-    grids = _grids(pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True))
+    grids = make_grids(
+        pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
+    )
     placements = _place_all(model_chunks, aro, grids)
 
     wrapped = []
@@ -172,60 +174,6 @@ def get_aro_optimizer(
         wrapped.append(optimizer)
     print_placements([placement for of_grid in placements.values() for _, placement in of_grid])
     return AROChainedOptimizer(wrapped)
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """The process groups that share dense parameters, or experts.
-
-    Attributes:
-        tensor, data: the ranks over which a parameter is cut, and over which it is replicated or
-            its flat buffers are.
-        data_gloo: `data` over gloo, for checkpoints, where Megatron made it.
-        model: over which gradient statistics of replicated parameters are summed.
-        statistics: over which those of the distributed optimizer are.
-        checkpoint_index: which of the `data` groups this is, in checkpoint keys.
-        buffers: the name of DDP's list of flat buffers.
-    """
-
-    tensor: dist.ProcessGroup
-    data: dist.ProcessGroup
-    data_gloo: dist.ProcessGroup | None
-    model: dist.ProcessGroup
-    statistics: dist.ProcessGroup
-    checkpoint_index: int
-    buffers: str
-
-
-def _grids(
-    pg_collection: ProcessGroupCollection | None, model_chunks: list, use_gloo: bool
-) -> dict[bool, Grid]:
-    """The grid of dense parameters (False) and that of experts (True)."""
-    found = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        pg_collection, model_chunks, use_gloo
-    )
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    experts = found["expt_tp_pp_with_egtp_remat_group"]
-    return {
-        False: Grid(
-            tensor=groups.tp,
-            data=found["intra_dp_cp_group"],
-            data_gloo=found["intra_dp_cp_group_gloo"],
-            model=found["mp_group"],
-            statistics=found["intra_dist_opt_group"],
-            checkpoint_index=get_pg_rank(found["mp_group"]),
-            buffers="buffers",
-        ),
-        True: Grid(
-            tensor=groups.expt_tp,
-            data=found["intra_expt_dp_group"],
-            data_gloo=found["intra_expt_dp_group_gloo"],
-            model=experts,
-            statistics=found["intra_dist_opt_group"],
-            checkpoint_index=get_pg_rank(experts),
-            buffers="expert_parallel_buffers",
-        ),
-    }
 
 
 Placed = list[tuple[torch.nn.Parameter, Placement]]
@@ -377,6 +325,10 @@ def _bind(
     plan = make_plan(sharded, tp, dp, functools.partial(seconds, rates=Rates()))
     device = placements[0][0].device if placements else torch.device("cpu")
     exchange = Exchange(
-        plan, grid.tensor if tp > 1 else None, grid.data if dp > 1 else None, device
+        plan,
+        grid.tensor if tp > 1 else None,
+        grid.data if dp > 1 else None,
+        device,
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[optimizer.aro.exchange_dtype],
     )
     optimizer.bind(exchange, main_parameters)

@@ -25,13 +25,22 @@ class Exchange:
         plan: the same on all ranks of the grid.
         tp_group, dp_group: the grid's groups through this rank, None where of size 1.
         device: where pieces and matrices live.
+        dtype: what travels.
 
     Raises:
         RuntimeError: the ranks have made different plans. A collective over both groups.
     """
 
-    def __init__(self, plan: Plan, tp_group: Group, dp_group: Group, device: torch.device):
+    def __init__(
+        self,
+        plan: Plan,
+        tp_group: Group,
+        dp_group: Group,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.plan, self._tp_group, self._dp_group, self.device = plan, tp_group, dp_group, device
+        self._dtype = dtype
         self.t = dist.get_rank(tp_group) if tp_group else 0
         self.d = dist.get_rank(dp_group) if dp_group else 0
         self.owned = plan.owned((self.t, self.d))
@@ -79,6 +88,9 @@ class Exchange:
     def scatter(self, matrices: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
         """Inverse of `gather`: fill the pieces of all ranks from the matrices that they own."""
         plan, t, d = self.plan, self.t, self.d
+        if self._dtype != torch.float32:
+            # What stays here is rounded like what travels: replicas must not drift apart.
+            matrices = {i: matrix.to(self._dtype).float() for i, matrix in matrices.items()}
         parts = self._parts(plan.returned(d))
         for i in self.owned:
             self._shaped(parts[i], i).copy_(_rectangle(matrices[i], plan.sharded[i].parts[t]))
@@ -154,9 +166,9 @@ class Exchange:
         send[me], receive[me] = [], []
         outgoing = [sum(x.numel() for x in to) for to in send]
         incoming = [sum(x.numel() for x in source) for source in receive]
-        sent = torch.empty(sum(outgoing), device=self.device)
+        sent = torch.empty(sum(outgoing), device=self.device, dtype=self._dtype)
         _pack(sent, [x for to in send for x in to])
-        received = torch.empty(sum(incoming), device=self.device)
+        received = torch.empty(sum(incoming), device=self.device, dtype=self._dtype)
         dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
         _unpack(received, [x for source in receive for x in source])
 
@@ -167,9 +179,9 @@ class Exchange:
             sum(plan.sharded[i].parts[self.t].numel for i in plan.returned(d))
             for d in range(plan.dp)
         ]
-        sent = torch.zeros(max(sizes), device=self.device)
+        sent = torch.zeros(max(sizes), device=self.device, dtype=self._dtype)
         _pack(sent, list(parts.values()))
-        received = torch.empty(plan.dp, max(sizes), device=self.device)
+        received = torch.empty(plan.dp, max(sizes), device=self.device, dtype=self._dtype)
         dist.all_gather_into_tensor(received.view(-1), sent, group=self._dp_group)
         for d in range(plan.dp):
             if d != self.d:

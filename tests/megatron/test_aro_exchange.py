@@ -125,6 +125,29 @@ def test_bytes_are_those_that_the_plan_command_predicts(
         )
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [[*MOE, *TP2, *DISTRIBUTED], [*GATED], [*MOE, *EP2]],
+    ids=["TP 2 x DP 2", "DP 4 replicated", "EP 2 x DP 2 replicated"],
+)
+def test_a_bf16_exchange_keeps_replicas_alike(pool: Pool, flags: list[str]) -> None:
+    """Losses are float32's to bf16's 2^-8, and every copy of a weight has the same bits.
+
+    Also where the owner's own copy has not travelled, over data and over tensor parallel ranks.
+    """
+    argv = [*ARO, *flags, "--micro-batch-size", "1"]
+    wide = pool.train(4, argv)
+    narrow = pool.train(4, [*argv, "--aro-exchange-dtype", "bf16"])
+    assert narrow[0].losses == pytest.approx(wide[0].losses, rel=2**-8)
+    assert narrow[0].losses != wide[0].losses
+    copies: dict[tuple, list[torch.Tensor]] = {}
+    for rank in narrow:
+        for name, shard in rank.shards.items():
+            where = shard.rank if shard.dim is not None else None
+            copies.setdefault((name, where), []).append(rank.weights[name])
+    assert all(torch.equal(first, other) for first, *rest in copies.values() for other in rest)
+
+
 def make_exchange(matching: bool) -> str:
     import torch.distributed as dist
 
