@@ -34,13 +34,14 @@ def test_files_that_it_names_exist(path):
 def test_what_is_refused_is_said(refusal):
     """Each refusal of the code has its words in the README."""
     words = {
-        "--num-distributed-optimizer-instances": "several\ndistributed-optimizer instances",
+        "--context-parallel-size": "context parallelism",
+        "--num-distributed-optimizer-instances": "several distributed-optimizer instances",
         "--fp16": "fp16",
         "--use-megatron-fsdp": "FSDP",
         "--use-torch-fsdp2": "FSDP",
         "--use-precision-aware-optimizer": "precision-aware optimizer",
         "--optimizer-cpu-offload": "CPU offload",
-        "--rl-offload-optimizer-during-inference": "offload during RL\ninference",
+        "--rl-offload-optimizer-during-inference": "offload during RL inference",
         "--optimizer-cuda-graph": "optimizer CUDA graphs",
         "--cuda-graph-impl full_iteration": "optimizer CUDA graphs",
         "--fp8-param-gather": "FP8/FP4 parameter gather",
