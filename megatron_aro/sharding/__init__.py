@@ -1,4 +1,4 @@
-"""Planning: which matrices there are and, from the next milestone on, who owns them.
+"""Planning: which matrices there are, which rank owns each, and which elements travel.
 
 Pure Python on integers: no torch, no torch.distributed, no Megatron.
 """
