@@ -1,9 +1,9 @@
 """Build Megatron's optimizer for ``--optimizer aro``: ARO for hidden matrices, AdamW for the rest.
 
-Two sub-optimizers in a chain (four where experts have ranks of their own), each in the wrapper that Megatron would use for Adam
-(DistributedOptimizer, Float16OptimizerWithFloat16Params or FP32Optimizer). ARO's matrices have
-flat buffers of their own, so that each wrapper's state is of one kind: momentum here, two moments
-there.
+Two sub-optimizers in a chain (four where experts have ranks of their own), each in the wrapper
+that Megatron would use for Adam (DistributedOptimizer, Float16OptimizerWithFloat16Params or
+FP32Optimizer). ARO's matrices have flat buffers of their own, so that each wrapper's state is of
+one kind: momentum here, two moments there.
 """
 
 from __future__ import annotations
