@@ -19,7 +19,8 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from megatron_aro.sharding.logical import Interval
+from megatron_aro.sharding.buffers import everywhere, shares
+from megatron_aro.sharding.plan import Held
 
 _KEY = "aro"
 
@@ -147,21 +148,13 @@ def main_parameter(wrapped: MegatronOptimizer, parameter: torch.nn.Parameter) ->
     return wrapped.optimizer.param_groups[group]["params"][order]
 
 
-def held_intervals(
-    wrapped: MegatronOptimizer, parameter: torch.nn.Parameter, dp: int
-) -> tuple[Interval, ...]:
+def held_intervals(wrapped: MegatronOptimizer, parameter: torch.nn.Parameter, dp: int) -> Held:
     """Which elements of a flattened parameter each of `dp` data-parallel ranks has as its main."""
     if not isinstance(wrapped, DistributedOptimizer):
-        return ((0, parameter.numel()),) * dp
+        return everywhere(parameter.numel(), dp)
     (start, stop, bucket), bounds = next(
         (buffer.param_index_map[parameter], buffer.bucket_indices)
         for buffer in wrapped.buffers
         if parameter in buffer.param_index_map
     )
-    first, last = bounds[bucket]
-    share = (last - first) // dp
-    held = []
-    for d in range(dp):
-        low, high = max(start, first + d * share), min(stop, first + (d + 1) * share)
-        held.append((low - start, high - start) if low < high else (0, 0))
-    return tuple(held)
+    return shares((start, stop), bounds[bucket], dp)

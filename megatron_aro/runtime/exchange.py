@@ -7,6 +7,7 @@ data-parallel group for what range boundaries cut, one over the tensor-parallel 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,16 @@ from megatron_aro.sharding.geometry import Part
 from megatron_aro.sharding.plan import Plan
 
 Group = dist.ProcessGroup | None
+
+
+class _Run(NamedTuple):
+    """Consecutive elements that one rank holds: where in the matrix's part, where in the piece."""
+
+    matrix: int  # index into the plan
+    first: int  # in the part
+    parameter: str
+    held: int  # first in the piece
+    length: int
 
 
 class Exchange:
@@ -45,6 +56,14 @@ class Exchange:
         self.d = dist.get_rank(dp_group) if dp_group else 0
         self.owned = plan.owned((self.t, self.d))
         self._replicates, self._cuts = plan.replicates, plan.cuts
+        # What travels is the same in every step. By data-parallel rank: what this one holds of the
+        # parts that meet there, and what that one holds of the parts that meet here.
+        self._gathered = [plan.gathered(self.t, d) for d in range(plan.dp)]
+        self._returned = [plan.returned(d) for d in range(plan.dp)]
+        self._gather_to = [self._runs(indices, self.d) for indices in self._gathered]
+        self._gather_from = [self._runs(self._gathered[self.d], d) for d in range(plan.dp)]
+        self._return_from = [self._runs(indices, self.d) for indices in self._returned]
+        self._return_to = [self._runs(self._returned[self.d], d) for d in range(plan.dp)]
         for group in filter(None, (tp_group, dp_group)):
             digests: list[str] = [""] * dist.get_world_size(group)
             dist.all_gather_object(digests, plan.digest(), group=group)
@@ -60,14 +79,15 @@ class Exchange:
         Returns:
             [rows, columns] as stored, by index into the plan.
         """
-        plan, t, d = self.plan, self.t, self.d
-        parts = self._parts(plan.gathered(t, d))
-        self._own(parts, pieces, fill_parts=True)
-        if self._dp_group and self._cuts and not self._replicates:
+        plan, t = self.plan, self.t
+        parts = self._parts(self._gathered[self.d])
+        own = self._gather_to[self.d]
+        _copy(_in_parts(parts, own), _in_pieces(pieces, own))
+        if self._dp_group and self._cuts:
             self._all_to_all(
                 self._dp_group,
-                [list(self._held(plan.gathered(t, to), pieces)) for to in range(plan.dp)],
-                [list(self._segments(parts, source)) for source in range(plan.dp)],
+                [_in_pieces(pieces, runs) for runs in self._gather_to],
+                [_in_parts(parts, runs) for runs in self._gather_from],
             )
         matrices = {i: self._matrix(i) for i in self.owned}
         for i in self.owned:
@@ -87,11 +107,11 @@ class Exchange:
 
     def scatter(self, matrices: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
         """Inverse of `gather`: fill the pieces of all ranks from the matrices that they own."""
-        plan, t, d = self.plan, self.t, self.d
+        plan, t = self.plan, self.t
         if self._dtype != torch.float32:
             # What stays here is rounded like what travels: replicas must not drift apart.
             matrices = {i: matrix.to(self._dtype).float() for i, matrix in matrices.items()}
-        parts = self._parts(plan.returned(d))
+        parts = self._parts(self._returned[self.d])
         for i in self.owned:
             self._shaped(parts[i], i).copy_(_rectangle(matrices[i], plan.sharded[i].parts[t]))
         if self._tp_group:
@@ -106,15 +126,24 @@ class Exchange:
                     for source in range(plan.tp)
                 ],
             )
-        self._own(parts, pieces, fill_parts=False)
+        own = self._return_from[self.d]
+        _copy(_in_pieces(pieces, own), _in_parts(parts, own))
         if self._dp_group and self._replicates:
             self._all_gather(parts, pieces)
         elif self._dp_group and self._cuts:
             self._all_to_all(
                 self._dp_group,
-                [list(self._segments(parts, to)) for to in range(plan.dp)],
-                [list(self._held(plan.returned(source), pieces)) for source in range(plan.dp)],
+                [_in_parts(parts, runs) for runs in self._return_to],
+                [_in_pieces(pieces, runs) for runs in self._return_from],
             )
+
+    def _runs(self, indices: Iterable[int], d: int) -> list[_Run]:
+        """What data-parallel rank d holds of this tensor-parallel rank's parts of matrices."""
+        return [
+            _Run(i, first, self.plan.sharded[i].matrix.parameter, held, length)
+            for i in indices
+            for first, held, length in self.plan.sharded[i].segments(self.t, d)
+        ]
 
     def _parts(self, indices: list[int], flat: Tensor | None = None) -> dict[int, Tensor]:
         """This tensor-parallel rank's flat parts, empty, or as they lie one after the other."""
@@ -131,29 +160,6 @@ class Exchange:
         """A flat part of this rank as the rectangle of the matrix that it is."""
         low, high = self.plan.sharded[i].parts[self.t].columns
         return part.view(-1, high - low)
-
-    def _own(
-        self, parts: Mapping[int, Tensor], pieces: Mapping[str, Tensor], fill_parts: bool
-    ) -> None:
-        """Copy what this rank holds of the parts that meet here; one side fills the other."""
-        inside = list(self._segments(parts, self.d))
-        outside = list(self._held(parts, pieces))
-        source, target = (outside, inside) if fill_parts else (inside, outside)
-        if target:
-            torch._foreach_copy_(target, source)
-
-    def _segments(self, parts: Mapping[int, Tensor], d: int) -> Iterable[Tensor]:
-        """Views of parts, where their elements that data-parallel rank d holds belong."""
-        for i, part in parts.items():
-            for first, _, length in self.plan.sharded[i].segments(self.t, d):
-                yield part[first : first + length]
-
-    def _held(self, indices: Iterable[int], pieces: Mapping[str, Tensor]) -> Iterable[Tensor]:
-        """Views of this rank's pieces: the elements of these matrices that it holds."""
-        for i in indices:
-            sharded = self.plan.sharded[i]
-            for _, held, length in sharded.segments(self.t, self.d):
-                yield pieces[sharded.matrix.parameter][held : held + length]
 
     def _all_to_all(
         self, group: dist.ProcessGroup, send: list[list[Tensor]], receive: list[list[Tensor]]
@@ -176,8 +182,7 @@ class Exchange:
         """Every data-parallel rank gets the updates of all owners, in one collective."""
         plan = self.plan
         sizes = [
-            sum(plan.sharded[i].parts[self.t].numel for i in plan.returned(d))
-            for d in range(plan.dp)
+            sum(plan.sharded[i].parts[self.t].numel for i in indices) for indices in self._returned
         ]
         sent = torch.zeros(max(sizes), device=self.device, dtype=self._dtype)
         _pack(sent, list(parts.values()))
@@ -185,7 +190,21 @@ class Exchange:
         dist.all_gather_into_tensor(received.view(-1), sent, group=self._dp_group)
         for d in range(plan.dp):
             if d != self.d:
-                self._own(self._parts(plan.returned(d), received[d]), pieces, fill_parts=False)
+                theirs, runs = self._parts(self._returned[d], received[d]), self._return_from[d]
+                _copy(_in_pieces(pieces, runs), _in_parts(theirs, runs))
+
+
+def _in_parts(parts: Mapping[int, Tensor], runs: Iterable[_Run]) -> list[Tensor]:
+    return [parts[run.matrix][run.first : run.first + run.length] for run in runs]
+
+
+def _in_pieces(pieces: Mapping[str, Tensor], runs: Iterable[_Run]) -> list[Tensor]:
+    return [pieces[run.parameter][run.held : run.held + run.length] for run in runs]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _rectangle(matrix: Tensor, part: Part) -> Tensor:
@@ -195,18 +214,16 @@ def _rectangle(matrix: Tensor, part: Part) -> Tensor:
 
 def _pack(flat: Tensor, sources: list[Tensor]) -> None:
     """Copy sources of any shape to consecutive elements."""
-    if sources:
-        count = sum(x.numel() for x in sources)
-        chunks = flat[:count].split([x.numel() for x in sources])
-        torch._foreach_copy_(
-            [c.view(x.shape) for c, x in zip(chunks, sources, strict=True)], sources
-        )
+    _copy(_consecutive(flat, sources), sources)
 
 
 def _unpack(flat: Tensor, targets: list[Tensor]) -> None:
     """Copy consecutive elements into targets of any shape."""
-    if targets:
-        chunks = flat.split([x.numel() for x in targets])
-        torch._foreach_copy_(
-            targets, [c.view(x.shape) for c, x in zip(chunks, targets, strict=True)]
-        )
+    _copy(targets, _consecutive(flat, targets))
+
+
+def _consecutive(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, one after the other, of these shapes."""
+    sizes = [x.numel() for x in like]
+    chunks = flat[: sum(sizes)].split(sizes)
+    return [chunk.view(x.shape) for chunk, x in zip(chunks, like, strict=True)]

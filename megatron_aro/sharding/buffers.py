@@ -43,14 +43,7 @@ class FlatBuffer:
 
     def held(self, index: int) -> Held:
         """Which elements of a parameter each data-parallel rank holds."""
-        start, stop = self.spans[index]
-        first, last = self.buckets[self.bucket_of[index]]
-        share = (last - first) // self.ranks
-        runs = []
-        for rank in range((start - first) // share, (stop - 1 - first) // share + 1):
-            low, high = first + rank * share, first + (rank + 1) * share
-            runs.append((rank, rank + 1, (max(start, low) - start, min(stop, high) - start)))
-        return Held(self.ranks, tuple(runs))
+        return shares(self.spans[index], self.buckets[self.bucket_of[index]], self.ranks)
 
 
 def lay_out(
@@ -84,6 +77,17 @@ def lay_out(
             buckets.append((first, position))
             first = position
     return FlatBuffer(ranks, tuple(spans[::-1]), tuple(bucket_of[::-1]), tuple(buckets))
+
+
+def shares(span: Interval, bucket: Interval, ranks: int) -> Held:
+    """What each rank holds of a parameter that lies at `span` of a flat buffer, in `bucket`."""
+    (start, stop), (first, last) = span, bucket
+    share = (last - first) // ranks
+    runs = []
+    for rank in range((start - first) // share, (stop - 1 - first) // share + 1):
+        low, high = first + rank * share, first + (rank + 1) * share
+        runs.append((rank, rank + 1, (max(start, low) - start, min(stop, high) - start)))
+    return Held(ranks, tuple(runs))
 
 
 def everywhere(size: int, ranks: int) -> Held:
