@@ -85,7 +85,9 @@ class ARO(torch.optim.Optimizer):
                     devices[p.device][p.dtype, matrix.weight.shape].append(matrix)
         for device, shapes in devices.items():
             batches = [_batch(matrices) for matrices in shapes.values()]
-            updates = rot.compute_updates(batches, self.config, self._counts[device][:-1])
+            updates = rot.compute_updates(batches, self.config)
+            for batch in batches:
+                self._counts[device][:-1] += batch.fallbacks.sum(dim=0)
             for matrices, batch, update in zip(shapes.values(), batches, updates, strict=True):
                 for i, matrix in enumerate(matrices):
                     _write(matrix, batch, update, i)
@@ -177,7 +179,8 @@ def _batch(matrices: list[_Matrix]) -> rot.MatrixBatch:
     rotations = [matrix.state["rotation"] for matrix in matrices]
     moments = [m.state["second_moment"] for m in matrices if "second_moment" in m.state]
     second = torch.stack(moments) if moments else None
-    return rot.MatrixBatch(torch.stack(momenta), torch.stack(rotations), second)
+    counts = rot.new_fallback_counts(len(matrices), momenta[0].device)
+    return rot.MatrixBatch(torch.stack(momenta), torch.stack(rotations), counts, second)
 
 
 def _write(matrix: _Matrix, batch: rot.MatrixBatch, updates: Tensor, i: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -45,9 +44,6 @@ class _WithRotations:
             name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor)
             for name, tensor in rotations.items()
         }
-        # A rotation has one owner; the counts are each rank's.
-        counts = f"optimizer.aro.fallbacks.{type(self).__name__}.{dist.get_rank()}"
-        state[_KEY]["fallbacks"] = ShardedTensor.from_rank_offsets(counts, rotations["fallbacks"])
         return state
 
 

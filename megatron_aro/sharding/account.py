@@ -175,24 +175,35 @@ def _stage(gpt: GPT, chunks: Sequence[Chunk], run: Run, bucket_size: int | None)
     """The ranks of a stage, in Megatron's order: TP, then CP, EP and DP, the last slowest."""
     split, size = run.split, run.per_stage
     stored = [chunk_parameters(gpt, chunk, split) for chunk in chunks]
-    grids = {}
-    for expert, tp, dp in (
-        (False, split.tp, size // split.tp),
-        (True, split.etp, size // (split.etp * split.ep)),
-    ):
+    figures = [Figures()] * size
+    # Dense parameters, then the experts of each expert-parallel rank, whose ranks have the dense
+    # ones to step already.
+    for expert, tp, ep in ((False, split.tp, 1), (True, split.etp, split.ep)):
         kind = [[p for p in parameters if p.expert == expert] for parameters in stored]
-        grids[expert] = _grid(kind, tp, dp, run, bucket_size)
-    return [
-        grids[False][rank % split.tp][rank // split.tp]
-        + grids[True][rank % split.etp][rank // (split.etp * split.ep)]
-        for rank in range(size)
-    ]
+        if not any(kind):
+            continue
+        for e in range(ep):
+            ranks = [[(d * ep + e) * tp + t for d in range(size // (tp * ep))] for t in range(tp)]
+            loads = [[figures[rank].milliseconds / 1e3 for rank in row] for row in ranks]
+            planned = _grid(kind, loads, run, bucket_size)
+            for row, of_row in zip(ranks, planned, strict=True):
+                for rank, figure in zip(row, of_row, strict=True):
+                    figures[rank] += figure
+    return figures
 
 
 def _grid(
-    chunks: Sequence[Sequence[Parameter]], tp: int, dp: int, run: Run, bucket_size: int | None
+    chunks: Sequence[Sequence[Parameter]],
+    loads: Sequence[Sequence[float]],
+    run: Run,
+    bucket_size: int | None,
 ) -> list[list[Figures]]:
-    """Figures of the positions [tp][dp] that share these parameters, chunk by chunk."""
+    """Figures of the positions [tp][dp] that share these parameters, chunk by chunk.
+
+    Args:
+        loads: seconds of work that the positions have already.
+    """
+    tp, dp = len(loads), len(loads[0])
     sharded: list[Sharded] = []
     cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
     buffered = 0  # elements of all gradient buffers
@@ -216,7 +227,7 @@ def _grid(
                         cut[key] = parts(matrix, parameter.layout)
                     replicated = parameter.layout.axis is None
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
-    plan = make_plan(sharded, tp, dp, run.seconds)
+    plan = make_plan(sharded, tp, dp, run.seconds, loads)
     momentum = list(accumulate(changes))[:dp]
     figures = [[Figures(momentum=of_rank) for of_rank in momentum] for _ in range(tp)]
     directions = 1 if run.distributed else 2

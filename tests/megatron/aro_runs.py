@@ -58,7 +58,7 @@ def _groups(wrapped: Any) -> Any:
 
 
 def train_recorded(argv: list[str]) -> dict[str, Any]:
-    """Train, stepping one matrix at a time, and record what this rank's part of ARO was given.
+    """Train, one matrix at a time and in chunks, and record what this rank's part of ARO was given.
 
     Returns:
         result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
@@ -68,12 +68,15 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
     import runs
 
     from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-    from megatron_aro.sharding.plan import Plan
+    from megatron_aro.sharding import plan
 
-    def singly(self: Plan, indices: list[int]) -> list:
-        return [(self.sharded[i].matrix.shape, [i]) for i in indices]
+    batches = plan.Plan.batches
 
-    Plan.batches = singly  # type: ignore[method-assign]
+    def singly(self: plan.Plan, position: plan.Position, chunk: int, at_most: Any) -> list:
+        return batches(self, position, chunk, lambda m, n: 1)
+
+    plan.Plan.batches = singly  # type: ignore[method-assign]
+    plan.CHUNK_ELEMENTS = 1
     seen: dict[int, dict[str, Any]] = {}
     original = MatrixOptimizer.step
 
@@ -85,7 +88,11 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
             {
                 "position": (exchange.t, exchange.d),
                 "sharded": exchange.plan.sharded,
-                "owned": [exchange.plan.sharded[i].matrix.name for i in exchange.owned],
+                "owned": [
+                    exchange.plan.sharded[i].matrix.name
+                    for i in exchange.plan.owned((exchange.t, exchange.d))
+                ],
+                "chunks": exchange.plan.chunks,
                 "weights": weights,
                 "steps": [],
             },

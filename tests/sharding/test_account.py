@@ -234,10 +234,10 @@ def test_workspace_is_what_a_step_takes(m: int, n: int) -> None:
     left, right = (torch.linalg.qr(torch.randn(size, k)).Q for size in (m, n))
     momentum = (left * torch.linspace(1.0, 0.3, k) @ right.T)[None].contiguous()
     rotation = initial_rotation(1, m, n, dtype=torch.float32, device="cpu")
-    fallbacks = new_fallback_counts("cpu")
+    batch = MatrixBatch(momentum, rotation, new_fallback_counts(1, "cpu"))
     with Peak() as peak:
-        compute_updates([MatrixBatch(momentum, rotation)], AROConfig(), fallbacks)
-    assert fallbacks.tolist() == [1, 0, 0, 0]
+        compute_updates([batch], AROConfig())
+    assert batch.fallbacks.tolist() == [[1, 0, 0, 0]]
     assert peak.bytes + 4 * m * n == pytest.approx(workspace_bytes(m, n), rel=0.01)
 
 
