@@ -134,11 +134,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for number, chunk in enumerate(self._chunks):
             with self.phases("update"):
                 for stepped in chunk:
-                    update = finish_update(
-                        stepped.state, stepped.attempt, stepped.climbing, self.aro
-                    )
-                    stepped.state.momentum.copy_(update)
-                    stepped.attempt = None
+                    stepped.finish(self.aro)
             back = self._scatter(number)
         self._side.wait(back)
         for stepped in self._stepped():
@@ -243,6 +239,11 @@ class _Stepped:
         batch = self.batch
         self.stored = torch.empty(len(batch.members), batch.rows, batch.columns, device=device)
         self.state.momentum = self.stored.mT if batch.transposed else self.stored
+
+    def finish(self, aro: AROConfig) -> None:
+        """The updates, in place of the momenta."""
+        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.climbing, aro))
+        self.attempt = None
 
     def release(self) -> None:
         self.stored = self.state.momentum = torch.empty(0)

@@ -192,7 +192,10 @@ class Plan:
     @property
     def replicates(self) -> bool:
         """Whether every data-parallel rank holds everything, so that updates go to all of them."""
-        return all(s.count(d) == s.numel for s in self.sharded for d in range(self.dp))
+        return all(
+            [run[:2] for run in s.holders()] == [(0, self.dp)] and s.count(0) == s.numel
+            for s in self.sharded
+        )
 
     @property
     def cuts(self) -> bool:
