@@ -214,3 +214,24 @@ def train_unregistered(argv: list[str]) -> dict[str, torch.Tensor]:
     result = runs.train(argv)
     assert result.exit_status == 0
     return result.weights
+
+
+def predicted_memory(optimizer: Any) -> dict[str, int]:
+    """Bytes of a MatrixOptimizer on this rank: kept (rotation), and for a while in each step."""
+    from megatron_aro.sharding.cost import rotation_bytes, workspace_bytes
+    from megatron_aro.sharding.traffic import traffic
+
+    exchange = optimizer._exchange
+    plan, (t, d) = exchange.plan, (exchange.t, exchange.d)
+    owned = [plan.sharded[i] for i in plan.owned((t, d))]
+    batches = [stepped.batch.members for stepped in optimizer._stepped()]
+    shapes = [plan.sharded[members[0]].matrix.shape for members in batches]
+    return {
+        "rotation": sum(rotation_bytes(*s.matrix.shape) for s in owned),
+        "gathered": sum(4 * s.numel for s in owned),
+        "exchange": traffic(plan)[t][d].buffers(4),
+        "workspace": max(
+            (len(x) * workspace_bytes(*shape) for x, shape in zip(batches, shapes, strict=True)),
+            default=0,
+        ),
+    }
