@@ -16,6 +16,7 @@ Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
 Precision = Literal["fp32", "tf32"]
 ExchangeDtype = Literal["fp32", "bf16"]
+ParamLayout = Literal["packed", "whole"]
 
 
 def _setting(default: Any, help: str, choices: Any = None) -> Any:
@@ -66,11 +67,17 @@ class AROConfig:
     exchange_dtype: ExchangeDtype = _setting(
         "fp32", "What momenta and updates travel as between ranks (Megatron only).", ExchangeDtype
     )
-
     workspace_mib: int = _setting(
         2048,
         "Memory in MiB that stepping a batch may take beside its momenta; larger batches are cut, "
         "down to one matrix (Megatron only).",
+    )
+    param_layout: ParamLayout = _setting(
+        "packed",
+        "Where ARO's parameters lie in the distributed optimizer's flat buffers: packed is "
+        "Megatron's own layout, in which a rank's range may end within a matrix; whole pads the "
+        "ranges until none does (Megatron only).",
+        ParamLayout,
     )
 
     def __post_init__(self) -> None:

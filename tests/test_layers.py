@@ -218,7 +218,8 @@ sys.modules["megatron_aro"].register()
 sys.modules["megatron_aro"].register()
 after = names()
 changed = {name for name, value in before.items() if value is not after.get(name)}
-hooks = {(hook.module, hook.name) for hook in sys.modules["megatron_aro.megatron.hooks"].HOOKS}
+hooks = {tuple(f"{hook.module}.{hook.name}".rsplit(".", 1))
+         for hook in sys.modules["megatron_aro.megatron.hooks"].HOOKS}
 assert changed == hooks, changed ^ hooks
 """
 

@@ -64,7 +64,13 @@ def test_the_table_names_every_figure() -> None:
     assert lines[0].startswith("8,190,735,360 parameters, of which 6,945,767,424 in 252 matrices")
     titles = [line[:24].strip() for line in lines[4:]]
     assert titles[0] == "matrices owned" and titles[-2] == "imbalance (max / mean)"
-    assert len(titles) == 15
+    assert len(titles) == 17
+    done = plan("--world-size", "8", "--", *QWEN, "--aro-param-layout", "whole")
+    last = done.stdout.splitlines()[-1]
+    assert last == (
+        "--aro-param-layout whole pads the flat buffers of ARO's matrices by up to 33,554,432 "
+        "elements a rank (0.5% more than packed)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,10 @@ def test_the_table_names_every_figure() -> None:
     [
         (["--world-size", "8", "--", *QWEN, "--hidden-dimension", "3"], "--hidden-dimension"),
         (["--world-size", "8", "--", *QWEN, "--fp16"], "--fp16"),
+        (
+            ["--world-size", "8", "--replicated", "--", *QWEN, "--aro-param-layout", "whole"],
+            "--aro-param-layout whole without --use-distributed-optimizer",
+        ),
         (["--world-size", "8", "--", "--num-layers", "2"], "hidden_size"),
         (["--world-size", "0", "--", *QWEN], "at least 1"),
     ],

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_aro.sharding.account import Account, Run, account
+from megatron_aro.sharding.buffers import padding_note
 from megatron_aro.sharding.gpt import GPT, Chunk, Split
 
 # Before the user's flags; they say nothing about the plan, but Megatron wants them.
@@ -51,6 +52,8 @@ _ROWS = {
     "tp_sent": ("MiB sent over TP", 2.0**20),
     "tp_received": ("MiB received over TP", 2.0**20),
     "gradients": ("MiB of gradients sent", 2.0**20),
+    "buffered": ("M elements, ARO buffers", 1e6),
+    "padding": ("  of them padded by whole", 1e6),
     "momentum": ("MiB momentum", 2.0**20),
     "rotation": ("MiB rotations", 2.0**20),
     "gathered": ("MiB gathered matrices", 2.0**20),
@@ -241,6 +244,7 @@ def run_settings(args: argparse.Namespace, workspace: int) -> Run:
     """
     from megatron_aro.megatron.arguments import aro_config
 
+    aro = aro_config(args)
     ranks = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     bucket_size = None
     if args.overlap_grad_reduce:
@@ -259,10 +263,11 @@ def run_settings(args: argparse.Namespace, workspace: int) -> Run:
         distributed=args.use_distributed_optimizer,
         bucket_size=bucket_size,
         for_bandwidth=args.ddp_pad_buckets_for_high_nccl_busbw,
+        param_layout=aro.param_layout,
         gradient_bytes=4 if in_fp32 else 2,
         workspace=workspace,
-        precision=aro_config(args).precision,
-        exchange_bytes={"fp32": 4, "bf16": 2}[aro_config(args).exchange_dtype],
+        precision=aro.precision,
+        exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],
     )
 
 
@@ -281,6 +286,9 @@ def as_text(result: Account, run: Run, took: float) -> str:
         lines.append(f"{title:24} {' '.join(shown)}")
     lines.append(f"{'imbalance (max / mean)':24} {result.imbalance:38.2f}")
     lines.append(f"{'  at best':24} {result.best_imbalance:38.2f}")
+    if run.param_layout == "whole":
+        buffers = ((f.buffered, f.buffered - f.padding) for f in result.ranks)
+        lines.append(padding_note(buffers))
     return "\n".join(lines)
 
 

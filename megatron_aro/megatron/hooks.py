@@ -95,8 +95,15 @@ def _wrap_with_ddp(original: Original, *rest: Any, **kwargs: Any) -> Any:
     if args is not None and args.optimizer == arguments.NAME:
         from megatron_aro.megatron.optimizer import tag_parameters
 
-        tag_parameters(rest[0] if rest else next(iter(kwargs.values())))
+        chunks = rest[0] if rest else next(iter(kwargs.values()))
+        tag_parameters(chunks, arguments.aro_config(args).param_layout)
     return original(*rest, **kwargs)
+
+
+def _compute_per_buffer_param_layout(original: Original, *rest: Any, **kwargs: Any) -> Any:
+    from megatron_aro.megatron import param_layout
+
+    return param_layout.compute(original, *rest, **kwargs)
 
 
 def _compile_helpers(original: Original) -> None:
@@ -110,7 +117,7 @@ def _compile_helpers(original: Original) -> None:
 
 class Hook(NamedTuple):
     module: str
-    name: str
+    name: str  # or Class.name
     wrapper: Callable[..., Any]
     reason: str
 
@@ -161,6 +168,13 @@ HOOKS = (
         "The same for models that Megatron's configuration container builds.",
     ),
     Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._compute_per_buffer_param_layout",
+        _compute_per_buffer_param_layout,
+        "The step of compute_full_param_layout at which the flat buffer of ARO's parameters can be "
+        "laid out without cutting any; whoever makes DDP calls it, and no argument leads there.",
+    ),
+    Hook(
         "megatron.core.optimizer",
         "_get_megatron_emerging_optimizer",
         _get_megatron_emerging_optimizer,
@@ -191,7 +205,9 @@ def register() -> None:
     for hook in HOOKS:
         module = importlib.import_module(hook.module)
         if hook not in _in_place:  # whoever wrapped the name since then still calls ours
-            original = getattr(module, hook.name)
-            wrapped = functools.wraps(original)(functools.partial(hook.wrapper, original))
-            setattr(module, hook.name, wrapped)
+            path, _, name = hook.name.rpartition(".")
+            owner = getattr(module, path) if path else module
+            original = getattr(owner, name)
+            wrapped: Any = functools.wraps(original)(functools.partial(hook.wrapper, original))
+            setattr(owner, name, staticmethod(wrapped) if path else wrapped)
             _in_place.add(hook)

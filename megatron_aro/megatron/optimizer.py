@@ -33,12 +33,18 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithN
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
-from megatron_aro.config import AROConfig
+from megatron_aro.config import AROConfig, ParamLayout
+from megatron_aro.megatron import param_layout
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
 from megatron_aro.megatron.names import canonical_name, trainable_parameters
-from megatron_aro.megatron.report import print_placements, report_fallbacks, report_phases
+from megatron_aro.megatron.report import (
+    print_padding,
+    print_placements,
+    report_fallbacks,
+    report_phases,
+)
 from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
@@ -74,14 +80,17 @@ class AROOptimizerConfig(OptimizerConfig):
 Groups = dict[tuple[bool, bool], list[dict[str, Any]]]
 
 
-def tag_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Mark which parameters are ARO's, before DDP builds its flat buffers.
+def tag_parameters(model_chunks: Sequence[torch.nn.Module], layout: ParamLayout = "packed") -> None:
+    """Mark which parameters are ARO's and how they are laid out, before DDP builds flat buffers.
 
     Megatron's DDP puts parameters into separate buffers by the attribute that its layer-wise
     optimizer uses; each of the two sub-optimizers then owns whole buffers.
     """
     for name, parameter in trainable_parameters(model_chunks):
-        parameter.is_managed_by_layer_wise_optimizer = is_aro_parameter(name, parameter)  # type: ignore[attr-defined]
+        is_aro = is_aro_parameter(name, parameter)
+        parameter.is_managed_by_layer_wise_optimizer = is_aro  # type: ignore[attr-defined]
+        if is_aro:
+            param_layout.tag(parameter, layout)
 
 
 class AROChainedOptimizer(ChainedOptimizer):
@@ -155,6 +164,7 @@ def get_aro_optimizer(
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
         _check_tags(model_chunks, groups)
+    param_layout.check(model_chunks, config, aro)
     grids = make_grids(
         pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
     )
@@ -183,6 +193,8 @@ def get_aro_optimizer(
     for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
         _bind(of_aro[is_expert], placements[is_expert], grids[is_expert], loads)
     print_placements([placement for of_grid in placements.values() for _, placement in of_grid])
+    if aro.param_layout == "whole":
+        print_padding(*param_layout.elements(model_chunks))
     return AROChainedOptimizer(wrapped)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints: where each parameter goes, and the fall-backs of orthonormalisation."""
+"""What rank 0 prints: where each parameter goes, padding, fall-backs of orthonormalisation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_aro.megatron.matrices import Placement
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+from megatron_aro.sharding.buffers import padding_note
 
 _HEADER = ("parameter", "count", "shape", "optimizer", "rotated side", "split")
 
@@ -63,6 +64,21 @@ def print_placements(placements: Sequence[Placement]) -> None:
         if placement.note
     }
     print(*sorted(notes), sep="\n" if notes else "", flush=True)
+
+
+def print_padding(numel: int, packed: int) -> None:
+    """Print on rank 0 what the layout without cut matrices adds to flat buffers.
+
+    A collective over pipeline stages, which have buffers of their own.
+
+    Args:
+        numel, packed: elements of this rank's, as they are and as Megatron lays them out.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages = [(0, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(stages, (numel, packed), group=group)
+    if dist.get_rank() == 0:
+        print(f"> ARO: {padding_note(stages)}", flush=True)
 
 
 def report_fallbacks(optimizers: Sequence[MatrixOptimizer], interval: int) -> None:

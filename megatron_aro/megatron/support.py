@@ -67,6 +67,12 @@ _REFUSALS = (
         "use 1",
     ),
     Refusal(
+        "--aro-param-layout whole without --use-distributed-optimizer",
+        lambda args: args.aro_param_layout == "whole" and not args.use_distributed_optimizer,
+        "parameters are then replicated and nothing cuts them",
+        "add the latter or drop the former",
+    ),
+    Refusal(
         "--fp16", _is_set("fp16"), "ARO has no loss scaling", "use --bf16, or float32 without it"
     ),
     Refusal(
@@ -253,6 +259,7 @@ _LAYOUT = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
+    "aro_param_layout",
 )
 
 

@@ -34,7 +34,8 @@ class _WithRotations:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)
-        self.optimizer.load_rotation_state(state_dict.pop(_KEY))  # type: ignore[attr-defined]
+        # Loading drops an empty entry: that of a rank that owns no matrix.
+        self.optimizer.load_rotation_state(state_dict.pop(_KEY, {}))  # type: ignore[attr-defined]
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -115,6 +116,23 @@ class ARODistributedOptimizer(_WithRotations, LoadableDistributedOptimizer):
     def _init_optimizer_states_with_dummy_values(self) -> None:
         # The parent steps on zero gradients, which would decay the weights.
         self.optimizer.initialize_state()
+
+    def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
+        # The parent refuses a bucket of which this rank holds no parameter, as may be where none
+        # is cut: its share is padding then.
+        state = super().get_parameter_state_dp_reshardable()
+        group = self.data_parallel_group
+        for index, buffer in enumerate(self.buffers):
+            for buckets in state[index].values():
+                for bucket, held in zip(buffer.buckets, buckets, strict=True):
+                    share = bucket.grad_data.numel() // group.size()
+                    stop = min(share, bucket.numel_unpadded - group.rank() * share)
+                    if not held and stop > 0:
+                        padding = torch.zeros(stop, device=bucket.grad_data.device)
+                        keys = ("param", *self.optimizer_state_keys)
+                        where = {"gbuf_local_start": 0, "gbuf_local_end": stop, "padding": True}
+                        held.append(dict.fromkeys(keys, padding) | where)
+        return state
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
         # The parent leaves buckets with ARO's tag to the layer-wise optimizer, which is us.

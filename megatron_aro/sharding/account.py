@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_aro.sharding.buffers import everywhere, lay_out
+from megatron_aro.config import ParamLayout
+from megatron_aro.sharding.buffers import everywhere, lay_out, lay_out_whole
 from megatron_aro.sharding.cost import (
     FP32,
     H100,
@@ -42,6 +43,7 @@ class Run:
         bucket_size: elements, of the first chunk of the first stage, None for one bucket; other
             chunks have one bucket always.
         for_bandwidth: --ddp-pad-buckets-for-high-nccl-busbw.
+        param_layout: of ARO's parameters; "whole" needs `distributed`.
         gradient_bytes: an element of the gradient buffers.
         exchange_bytes: an element that is gathered or returned.
         workspace: bytes that stepping a batch may take; one matrix always goes.
@@ -53,6 +55,7 @@ class Run:
     distributed: bool = True
     bucket_size: int | None = None
     for_bandwidth: bool = False
+    param_layout: ParamLayout = "packed"
     gradient_bytes: int = FP32
     exchange_bytes: int = FP32
     workspace: int = 2 << 30
@@ -66,6 +69,8 @@ class Run:
         ):
             if self.ranks % product:
                 raise ValueError(f"{self.ranks} ranks do not divide by {what} = {product}.")
+        if self.param_layout == "whole" and not self.distributed:
+            raise ValueError("Param layout whole is one of the distributed optimizer.")
 
     @property
     def per_stage(self) -> int:
@@ -85,6 +90,8 @@ class Figures:
             updates back; tp_sent, tp_received: parts over tensor parallelism, both ways.
         gradients: sent by a ring reduce-scatter of all gradients (an all-reduce where parameters
             are replicated), to compare with.
+        buffered: elements of ARO's flat buffers (of one of each kind: gradients, parameters),
+            padding included; padding: how many of them param layout "whole" adds to "packed".
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.
@@ -98,6 +105,8 @@ class Figures:
     tp_sent: int = 0
     tp_received: int = 0
     gradients: float = 0.0
+    buffered: int = 0
+    padding: int = 0
     momentum: int = 0
     rotation: int = 0
     gathered: int = 0
@@ -214,13 +223,21 @@ def _grid(
     sharded: list[Sharded] = []
     cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
     buffered = 0  # elements of all gradient buffers
+    buffered_aro = padding = 0
     changes = [0] * (dp + 1)  # of the momentum's bytes from one data-parallel rank to the next
     for number, parameters in enumerate(chunks):
         for aro in (True, False):
             mine = [p for p in parameters if bool(p.matrices) == aro]
             sizes = [p.shard for p in mine]
-            buffer = lay_out(sizes, dp, None if number else bucket_size, run.for_bandwidth)
-            buffered += buffer.numel if run.distributed else sum(sizes)
+            settings = (sizes, dp, None if number else bucket_size, run.for_bandwidth)
+            packed = buffer = lay_out(*settings)
+            if aro and run.param_layout == "whole":
+                buffer = lay_out_whole(*settings)
+            numel = buffer.numel if run.distributed else sum(sizes)
+            buffered += numel
+            if aro:
+                buffered_aro += numel
+                padding += buffer.numel - packed.numel
             for i, parameter in enumerate(mine):
                 if not aro:
                     continue
@@ -240,6 +257,7 @@ def _grid(
     directions = 1 if run.distributed else 2
     for row in figures:
         for figure in row:
+            figure.buffered, figure.padding = buffered_aro, padding
             figure.gradients = directions * buffered * run.gradient_bytes * (dp - 1) / dp
     _add_work(plan, figures, run)
     for row, of_row in zip(figures, traffic(plan), strict=True):

@@ -43,11 +43,13 @@ def test_every_setting_has_a_flag_that_reaches_it(parse):
         "update_rms": 0.3,
         "sinkhorn_iters": 3,
         "scqr_eps": 1e-6,
+        "workspace_mib": 64,
     }
     for f in settings():
         choices = f.metadata["choices"]
         value = next(c for c in choices if c != f.default) if choices else other[f.name]
-        got = arguments.aro_config(parse(flag(f.name), str(value)))
+        args = parse("--use-distributed-optimizer", flag(f.name), str(value))
+        got = arguments.aro_config(args)
         assert got == dataclasses.replace(AROConfig(), **{f.name: value})
 
 
@@ -157,6 +159,7 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     [
         ("--fp16",),
         ("--context-parallel-size", "2"),
+        ("--aro-param-layout", "whole"),
         ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
         ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     ],
@@ -175,7 +178,7 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
     args = parse()
     assert not refusal.applies(args)
     name = refusal.flag.split()[0].strip("-").replace("-", "_")
-    for value in (2, True, "full_iteration", "somewhere.yaml", "torch"):
+    for value in (2, True, "full_iteration", "somewhere.yaml", "torch", "whole"):
         if refusal.applies(SimpleNamespace(**{**vars(args), "save": "there", name: value})):
             break
     else:

@@ -43,17 +43,16 @@ class _BuiltError(BaseException):
 def build(argv: list[str]) -> Built:
     """Build and wrap the model of these flags on this rank, with ARO's tags, and look at it."""
     import runs
+    from megatron.training import get_args
     from megatron.training.models import dist_utils
 
-    from megatron_aro.megatron.matrices import is_aro_parameter
+    from megatron_aro.megatron.optimizer import tag_parameters
 
     found: list[Built] = []
     original = dist_utils._ddp_wrap
 
     def wrap(chunks: list, *args: Any, **kwargs: Any) -> None:
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                parameter.is_managed_by_layer_wise_optimizer = is_aro_parameter(name, parameter)
+        tag_parameters(chunks, get_args().aro_param_layout)
         found.append(_look(original(chunks, *args, **kwargs)))
         raise _BuiltError
 

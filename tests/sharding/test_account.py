@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ LAYOUTS = {
     "replicated": (QWEN, Run(ranks=16, split=Split(tp=2, etp=2), distributed=False)),
     "experts": (SIGMA, Run(ranks=16)),
     "EP": (SIGMA, Run(ranks=16, stages=2, split=Split(tp=2, etp=1, ep=2))),
+    "whole": (QWEN, Run(ranks=64, param_layout="whole", bucket_size=64_000_000)),
+    "whole, EP": (SIGMA, Run(ranks=16, stages=2, split=Split(ep=2), param_layout="whole")),
     "ranks without work": (QWEN, Run(ranks=4096, split=Split(tp=4, etp=4))),
 }
 
@@ -139,6 +142,29 @@ def test_boundary_only_gathering_moves_little() -> None:
         assert figures.tp_sent <= 2 * figures.momentum
 
 
+@pytest.mark.parametrize(
+    ("gpt", "run"), [LAYOUTS[name] for name in ("whole", "whole, EP", "TP, PP, DP")]
+)
+def test_whole_parameters_cost_padding_and_move_nothing(gpt: GPT, run: Run) -> None:
+    """No byte over DP; padding is the difference of the buffers, and gradients travel with it."""
+    whole, packed = (
+        account(gpt, even_pipeline(gpt.layers, run.stages), replace(run, param_layout=layout))
+        for layout in ("whole", "packed")
+    )
+    assert whole.spread("dp_sent") == whole.spread("dp_received") == (0, 0, 0)
+    assert packed.spread("padding") == (0, 0, 0) and packed.spread("dp_sent")[2] > 0
+    for padded, plain in zip(whole.ranks, packed.ranks, strict=True):
+        assert padded.padding == padded.buffered - plain.buffered > 0
+        assert padded.buffered - padded.padding >= plain.momentum / 4
+        assert padded.gradients > plain.gradients
+
+
+def test_whole_parameters_need_the_distributed_optimizer() -> None:
+    """Replicated parameters are whole anyway."""
+    with pytest.raises(ValueError, match="distributed optimizer"):
+        Run(ranks=2, distributed=False, param_layout="whole")
+
+
 def test_large_runs_take_seconds() -> None:
     """4096 ranks and 101,200 matrices; nothing is quadratic in either."""
     large = GPT(
@@ -154,10 +180,12 @@ def test_large_runs_take_seconds() -> None:
         moe_ffn=512,
         gated=True,
     )
-    began = time.process_time()
-    result = account(large, even_pipeline(100, 1), Run(ranks=4096))
-    assert result.matrices == 100 * (3 + 1 + 1 + 3 * 336)
-    assert time.process_time() - began < 30
+    default = 4096 * 1_000_000  # Megatron's size of a bucket for so many ranks
+    for run in (Run(ranks=4096), Run(ranks=4096, param_layout="whole", bucket_size=default)):
+        began = time.process_time()
+        result = account(large, even_pipeline(100, 1), run)
+        assert result.matrices == 100 * (3 + 1 + 1 + 3 * 336)
+        assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("run", [dict(ranks=6, stages=4), dict(ranks=6, split=Split(ep=4))])

@@ -7,7 +7,7 @@ from models import Built, build
 from pool import Pool
 from runs import TINY
 
-from megatron_aro.sharding.buffers import lay_out
+from megatron_aro.sharding.buffers import lay_out, lay_out_whole
 from megatron_aro.sharding.gpt import Parameter, chunk_parameters, even_pipeline
 
 GATED = """--swiglu --disable-bias-linear --group-query-attention --num-query-groups 2
@@ -15,6 +15,7 @@ GATED = """--swiglu --disable-bias-linear --group-query-attention --num-query-gr
     --untie-embeddings-and-output-weights"""
 MOE = """--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear
     --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1]"""
+WHOLE = "--aro-param-layout whole"
 TWO = "--pipeline-model-parallel-size 2"
 CASES = {
     "biases, tied": (1, ""),
@@ -36,6 +37,16 @@ CASES = {
         MOE + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
     ),
     "MoE, expert TP alone": (2, MOE + " --expert-tensor-parallel-size 2"),
+    "whole, small buckets": (
+        4,
+        f"{GATED} {WHOLE} --num-layers 6 --overlap-grad-reduce --ddp-bucket-size 3000",
+    ),
+    "whole, odd DP, padding for bandwidth": (
+        3,
+        f"{WHOLE} --global-batch-size 6 --ddp-pad-buckets-for-high-nccl-busbw",
+    ),
+    "whole, MoE, EP x DP": (4, f"{MOE} {WHOLE} --expert-model-parallel-size 2"),
+    "whole, tied, PP x DP": (4, f"{TWO} {WHOLE}"),
 }
 
 
@@ -85,7 +96,9 @@ def test_ranges_are_those_of_the_distributed_optimizer(ranks: list[Built]) -> No
                     if not mine or tied and (rank.at["pp"] in (0, len(rank.stages) - 1)):
                         continue  # a shared embedding has a bucket of its own, never ARO's
                     sizes, size = [p.shard for p in mine], rank.run.per_stage // by
-                    buffer = lay_out(sizes, size, buckets, rank.run.for_bandwidth)
+                    whole = aro and rank.run.param_layout == "whole"
+                    rule = lay_out_whole if whole else lay_out
+                    buffer = rule(sizes, size, buckets, rank.run.for_bandwidth)
                     numels.append(buffer.numel)
                     for i, parameter in enumerate(mine):
                         assert buffer.held(i)[d] == held[parameter.name], parameter.name
