@@ -61,7 +61,8 @@ class LoadableDistributedOptimizer(DistributedOptimizer):
 
     0.19.2 then asks for the step count that all states share while there are none yet, misses
     that count in two of three formats, restores one tensor for all states, which each of them
-    increments in a step, and writes to float32 parameters that require gradients.
+    increments in a step, and writes to float32 parameters that require gradients. With several
+    buckets it also saves wrong states as fully reshardable.
     """
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -84,6 +85,19 @@ class LoadableDistributedOptimizer(DistributedOptimizer):
     @torch.no_grad()
     def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
         super().load_parameter_state_from_dp_zero(*args, **kwargs)
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        # The parent gathers states without the padding between buckets, but looks for a parameter
+        # where it is with it: after a padded bucket it would save what belongs to others.
+        padded = [*self.buffers, *(x for buffer in self.buffers for x in buffer.buckets)]
+        unpadded = [x.numel_unpadded for x in padded]
+        for x in padded:
+            x.numel_unpadded = x.grad_data.numel()
+        try:
+            return super().sharded_param_state_fully_reshardable(*args, **kwargs)
+        finally:
+            for x, numel in zip(padded, unpadded, strict=True):
+                x.numel_unpadded = numel
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]

@@ -17,6 +17,10 @@ TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
+# Three ranks and an odd width: the buckets of both optimizers are padded.
+PADDED = """--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000
+    --global-batch-size 6 --micro-batch-size 1 --ffn-hidden-size 34""".split()
+
 CASES = {
     "float32": (1, GATED),
     "bf16, replicated": (2, [*GATED, "--bf16"]),
@@ -24,6 +28,11 @@ CASES = {
     "distributed bf16": (2, [*GATED, *DISTRIBUTED, "--bf16"]),
     "distributed bf16, fully reshardable": (2, [*GATED, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "distributed, fully reshardable": (2, [*GATED, *DISTRIBUTED, *RESHARDABLE]),
+    "distributed, padded buckets": (3, [*GATED, *DISTRIBUTED, *PADDED]),
+    "distributed, padded buckets, fully reshardable": (
+        3,
+        [*GATED, *DISTRIBUTED, *PADDED, *RESHARDABLE],
+    ),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),

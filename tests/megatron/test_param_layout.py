@@ -152,7 +152,10 @@ ONE_LAYER = ["--num-layers", "1"]  # of fewer matrices than ranks
 CHECKPOINTS = {
     "DP 2": (2, [*GATED, "--bf16"]),
     "DP 4, overlap": (4, [*DEEP, *OVERLAP]),
-    "DP 4, overlap, fully reshardable": (4, [*DEEP, *OVERLAP, *RESHARDABLE]),
+    "DP 3, padded buckets, fully reshardable": (
+        3,
+        [*DEEP, *checkpoints.PADDED, *RESHARDABLE],
+    ),
     "DP 4, ranks without": (4, [*MOE, *EP2, *ONE_LAYER]),
     "DP 4, ranks without, fully reshardable": (4, [*MOE, *EP2, *ONE_LAYER, *RESHARDABLE]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, "--bf16", *RESHARDABLE]),
