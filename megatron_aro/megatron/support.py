@@ -55,12 +55,6 @@ def _data_parallel(args: Any) -> int:
 
 _REFUSALS = (
     Refusal(
-        "--context-parallel-size",
-        _larger_than_one("context_parallel_size"),
-        "ARO is not tested with it yet",
-        "use 1",
-    ),
-    Refusal(
         "--num-distributed-optimizer-instances",
         _larger_than_one("num_distributed_optimizer_instances"),
         "ARO gathers matrices within one instance only",

@@ -156,7 +156,6 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     "flags",
     [
         ("--fp16",),
-        ("--context-parallel-size", "2"),
         ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
         ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     ],

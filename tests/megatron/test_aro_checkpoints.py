@@ -15,6 +15,7 @@ RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
 CASES = {
@@ -31,6 +32,7 @@ CASES = {
     "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "PP 2 x DP 2, replicated": (4, [*GATED, *PP2]),
+    "CP 2 x TP 2": (4, [*GATED, *CP2, *TP2, *DISTRIBUTED]),
     "EP 2 x DP 2": (4, [*MOE, *EP2, *DISTRIBUTED]),
 }
 

@@ -57,6 +57,7 @@ def rotated_rows(name: str, matrix: torch.Tensor) -> torch.Tensor:
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
 DEEP = ["--num-layers", "4", *GATED]
@@ -75,10 +76,16 @@ LAYOUTS = {
     "PP 2 x DP 2": (4, DEEP, [*PP2, *DISTRIBUTED]),
     "PP 2, virtual": (2, DEEP, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
     "PP 2 x TP 2": (4, DEEP, [*PP2, *TP2, *DISTRIBUTED]),
+    "CP 2": (2, GATED, [*CP2, *DISTRIBUTED]),
+    "CP 2 replicated": (2, GATED, CP2),
+    "CP 2 x DP 2": (4, GATED, [*CP2, *DISTRIBUTED]),
+    "CP 2 x DP 2 replicated": (4, GATED, CP2),
+    "CP 2 x TP 2": (4, GATED, [*CP2, *TP2, *DISTRIBUTED]),
     "experts": (1, MOE, []),
     "EP 2": (2, MOE, EP2),
     "EP 2 x DP 2": (4, MOE, [*EP2, *DISTRIBUTED]),
     "EP 2 x DP 2 replicated": (4, MOE, EP2),
+    "EP 2 x CP 2": (4, MOE, [*EP2, *CP2, *DISTRIBUTED]),
     "EP 2, expert TP 2": (4, MOE, [*TP2, *EP2, *DISTRIBUTED]),
     "EP 2, TP 2, expert TP 1": (
         4,
