@@ -73,6 +73,10 @@ def test_the_table_names_every_figure() -> None:
         (["--world-size", "8", "--", *QWEN, "--hidden-dimension", "3"], "--hidden-dimension"),
         (["--world-size", "8", "--", *QWEN, "--fp16"], "--fp16"),
         (["--world-size", "8", "--", "--num-layers", "2"], "hidden_size"),
+        (
+            ["--world-size", "8", "--", *QWEN, "--num-distributed-optimizer-instances", "2"],
+            "plan one, with its share of --world-size",
+        ),
         (["--world-size", "0", "--", *QWEN], "at least 1"),
     ],
 )

@@ -41,10 +41,6 @@ class Refusal(NamedTuple):
     way_out: str
 
 
-def _larger_than_one(name: str) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, None) or 1) > 1
-
-
 def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
@@ -54,12 +50,6 @@ def _data_parallel(args: Any) -> int:
 
 
 _REFUSALS = (
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        _larger_than_one("num_distributed_optimizer_instances"),
-        "ARO gathers matrices within one instance only",
-        "use 1",
-    ),
     Refusal(
         "--fp16", _is_set("fp16"), "ARO has no loss scaling", "use --bf16, or float32 without it"
     ),
@@ -247,6 +237,7 @@ _LAYOUT = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
 )
 
 

@@ -157,7 +157,6 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     [
         ("--fp16",),
         ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
-        ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     ],
 )
 def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):

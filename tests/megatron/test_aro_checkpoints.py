@@ -15,6 +15,7 @@ RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
 CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
@@ -25,6 +26,10 @@ CASES = {
     "distributed bf16": (2, [*GATED, *DISTRIBUTED, "--bf16"]),
     "distributed bf16, fully reshardable": (2, [*GATED, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "distributed, fully reshardable": (2, [*GATED, *DISTRIBUTED, *RESHARDABLE]),
+    "distributed, two instances": (4, [*GATED, *INSTANCES]),
+    "distributed, two instances, fully reshardable": (4, [*GATED, *INSTANCES, *RESHARDABLE]),
+    "PP 2 x DP 2, two instances": (4, [*GATED, *PP2, *INSTANCES]),
+    "EP 2, two instances": (4, [*MOE, *EP2, *INSTANCES]),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),

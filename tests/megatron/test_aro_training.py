@@ -59,6 +59,7 @@ TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
+INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
 DEEP = ["--num-layers", "4", *GATED]
 # (ranks, model, flags); TP 4 is more than the two query groups.
@@ -68,6 +69,8 @@ LAYOUTS = {
     "DP 2": (2, GATED, DISTRIBUTED),
     "DP 3": (3, GATED, [*DISTRIBUTED, "--global-batch-size", "6"]),
     "DP 4, overlap, small buckets": (4, GATED, [*DISTRIBUTED, *OVERLAP]),
+    "DP 4, two instances": (4, GATED, INSTANCES),
+    "DP 4, two instances, overlap, small buckets": (4, GATED, [*INSTANCES, *OVERLAP]),
     "TP 2": (2, GATED, TP2),
     "TP 4": (4, GATED, [*TP4, *DISTRIBUTED]),
     "TP 2 x DP 2": (4, GATED, [*TP2, *DISTRIBUTED]),
@@ -75,6 +78,8 @@ LAYOUTS = {
     "TP 2 x DP 2, overlap, small buckets": (4, GATED, [*TP2, *DISTRIBUTED, *OVERLAP]),
     "PP 2 x DP 2": (4, DEEP, [*PP2, *DISTRIBUTED]),
     "PP 2, virtual": (2, DEEP, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "PP 2 x DP 2, two instances": (4, DEEP, [*INSTANCES, *PP2]),
+    "TP 2 x DP 2, two instances": (4, GATED, [*INSTANCES, *TP2]),
     "PP 2 x TP 2": (4, DEEP, [*PP2, *TP2, *DISTRIBUTED]),
     "CP 2": (2, GATED, [*CP2, *DISTRIBUTED]),
     "CP 2 replicated": (2, GATED, CP2),
@@ -84,6 +89,7 @@ LAYOUTS = {
     "experts": (1, MOE, []),
     "EP 2": (2, MOE, EP2),
     "EP 2 x DP 2": (4, MOE, [*EP2, *DISTRIBUTED]),
+    "EP 2 x DP 2, two instances": (4, MOE, [*INSTANCES, *EP2]),
     "EP 2 x DP 2 replicated": (4, MOE, EP2),
     "EP 2 x CP 2": (4, MOE, [*EP2, *CP2, *DISTRIBUTED]),
     "EP 2, expert TP 2": (4, MOE, [*TP2, *EP2, *DISTRIBUTED]),
@@ -117,7 +123,8 @@ def test_every_layout_steps_as_the_single_process_optimizer(
         for name, matrix in split(stored, weight).items()
     }
     owned = [name for optimizer in optimizers for name in optimizer["owned"]]
-    assert sorted(owned) == sorted(first)  # each matrix has one owner in all the world
+    instances = 2 if flags[: len(INSTANCES)] == INSTANCES else 1
+    assert sorted(owned) == sorted([*first] * instances)  # one owner in each
     layers = 4 if model is DEEP else 2
     assert len(first) == layers * (3 + 1 + 1 + 4 * 3 if model is MOE else 3 + 1 + 2 + 1)
 
@@ -166,6 +173,16 @@ def test_the_distributed_optimizer_changes_nothing(pool: Pool) -> None:
         pool.run(2, train_recorded, [*argv, *flags])[0]["result"] for flags in ([], DISTRIBUTED)
     )
     assert same(replicated.weights, distributed.weights)
+
+
+def test_instances_of_the_distributed_optimizer_stay_alike(pool: Pool) -> None:
+    """Ranks 0 and 2, and 1 and 3, hold the same slices: nothing keeps them alike but equal sums."""
+    results = pool.train(4, [*ARO, *GATED, *INSTANCES], inspect=optimizer_state)
+    assert all(same(other.weights, results[0].weights) for other in results)
+    for one, other in (results[0], results[2]), (results[1], results[3]):
+        assert one.grad_norms == other.grad_norms
+        assert same(one.inspected, other.inspected)
+    assert not same(results[0].inspected, results[1].inspected)
 
 
 def test_two_runs_are_bit_identical(pool: Pool, one_process: TrainResult) -> None:
