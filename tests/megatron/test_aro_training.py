@@ -105,15 +105,29 @@ LAYOUTS = {
 def test_every_layout_steps_as_the_single_process_optimizer(
     pool: Pool, world_size: int, model: list[str], flags: list[str]
 ) -> None:
+    """Split, orientation and shards as `check_steps` says, and every matrix there is."""
+    argv = [*ARO, *model, "--micro-batch-size", "1", *flags]
+    instances = 2 if flags[: len(INSTANCES)] == INSTANCES else 1
+    names = check_steps(pool.run(world_size, train_recorded, argv), instances)
+    layers = 4 if model is DEEP else 2
+    assert len(names) == layers * (3 + 1 + 1 + 4 * 3 if model is MOE else 3 + 1 + 2 + 1)
+
+
+def check_steps(ranks: list[dict], instances: int = 1) -> set[str]:
     """From Megatron's own gradients, rates and decay, `megatron_aro.ARO` gives the same weights.
 
     The weights in the end are cut here by Megatron's views, so that a wrong split, orientation
     or shard shows. Equal to the bit where both step one matrix at a time: gathering and returning
     are copies. (In batches of other sizes products round differently, and where a momentum is
     nearly singular that decides a direction.)
+
+    Args:
+        ranks: what `train_recorded` returned on each.
+        instances: of the distributed optimizer.
+
+    Returns:
+        the names of the matrices.
     """
-    argv = [*ARO, *model, "--micro-batch-size", "1", *flags]
-    ranks = pool.run(world_size, train_recorded, argv)
     assert all(rank["result"].exit_status == 0 for rank in ranks)
     optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
     first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
@@ -123,10 +137,7 @@ def test_every_layout_steps_as_the_single_process_optimizer(
         for name, matrix in split(stored, weight).items()
     }
     owned = [name for optimizer in optimizers for name in optimizer["owned"]]
-    instances = 2 if flags[: len(INSTANCES)] == INSTANCES else 1
     assert sorted(owned) == sorted([*first] * instances)  # one owner in each
-    layers = 4 if model is DEEP else 2
-    assert len(first) == layers * (3 + 1 + 1 + 4 * 3 if model is MOE else 3 + 1 + 2 + 1)
 
     parameters, reference = {}, {}
     for name, matrix in first.items():
@@ -148,6 +159,7 @@ def test_every_layout_steps_as_the_single_process_optimizer(
     # Megatron's schedule: one step of warm-up, then cosine from 1e-2.
     assert len(rates) == 5 and rates[0] == 0 and rates[1] == pytest.approx(1e-2)
     assert rates[1:] == sorted(rates[1:], reverse=True)
+    return set(first)
 
 
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
