@@ -47,8 +47,11 @@ class _WithRotations:
             name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor, replica_id=copy)
             for name, tensor in rotations.items()
         }
-        # In an instance a rotation has one owner; the counts are each rank's.
-        counts = f"optimizer.aro.fallbacks.{type(self).__name__}.{dist.get_rank()}"
+        # In an instance a rotation has one owner; the counts are each rank's, and experts have an
+        # optimizer of their own.
+        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        kind = "experts" if groups[0]["is_expert_parallel"] else "dense"
+        counts = f"optimizer.aro.fallbacks.{kind}.{dist.get_rank()}"
         state[_KEY]["fallbacks"] = ShardedTensor.from_rank_offsets(counts, rotations["fallbacks"])
         return state
 

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class GroupedLinear(torch.nn.Module):
@@ -47,6 +48,7 @@ class GroupedLinear(torch.nn.Module):
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 init_method(weight)
             self.register_parameter(f"weight{expert}", weight)
+        self.pg_collection, self.cut = pg_collection, 0 if parallel_mode == "column" else 1
         own_groups = ep > 1 or shards != config.tensor_model_parallel_size
         _set_expert_parameter_attributes(self, parallel_mode, own_groups)
 
@@ -55,6 +57,27 @@ class GroupedLinear(torch.nn.Module):
             part @ weight.T for part, weight in zip(x.split(tokens), self.parameters(), strict=True)
         ]
         return torch.cat(products), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Keys as for experts one by one, and the number over all ranks as a first dimension."""
+        sharded, ep = {}, self.pg_collection.ep
+        weights = list(self.parameters())
+        for i, weight in enumerate(weights):
+            expert = ep.rank() * len(weights) + i
+            (sharded[f"{prefix}weight{i}"],) = make_sharded_tensors_for_checkpoint(
+                {"weight": weight},
+                prefix,
+                {"weight": self.cut},
+                (*sharded_offsets, (len(sharded_offsets), expert, ep.size() * len(weights))),
+                tp_group=self.pg_collection.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            ).values()
+            replica = sharded[f"{prefix}weight{i}"].replica_id
+            copy = self.pg_collection.expt_dp.rank()
+            sharded[f"{prefix}weight{i}"].replica_id = (*replica[:2], copy)
+        return sharded
 
 
 def group_experts() -> None:
@@ -76,3 +99,12 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
 
     group_experts()
     return aro_runs.train_recorded(argv)
+
+
+def train(argv: list[str]) -> Any:
+    """`runs.train` with grouped experts; inspected is ARO's state and AdamW's."""
+    import aro_runs
+    import runs
+
+    group_experts()
+    return runs.train(argv, inspect=aro_runs.optimizer_state)

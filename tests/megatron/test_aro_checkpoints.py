@@ -37,6 +37,9 @@ CASES = {
     "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "PP 2 x DP 2, replicated": (4, [*GATED, *PP2]),
+    "experts, replicated": (2, MOE),
+    "EP 2 x DP 2, fully reshardable": (4, [*MOE, *EP2, *DISTRIBUTED, *RESHARDABLE]),
+    "EP 2 x DP 2, replicated": (4, [*MOE, *EP2]),
     "CP 2 x TP 2": (4, [*GATED, *CP2, *TP2, *DISTRIBUTED]),
     "EP 2 x DP 2": (4, [*MOE, *EP2, *DISTRIBUTED]),
 }

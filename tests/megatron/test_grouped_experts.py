@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
-from aro_runs import ARO, DISTRIBUTED, MOE
+from aro_runs import ARO, DISTRIBUTED, MOE, same
 from pool import Pool
 from test_aro_training import check_steps
 
@@ -41,3 +44,23 @@ def test_grouped_experts_step_as_the_single_process_optimizer(
             "linear_fc2.weight{}",
         )
     }
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [DISTRIBUTED, [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"], []],
+    ids=["distributed", "fully reshardable", "replicated"],
+)
+def test_grouped_experts_resume_to_the_bit(pool: Pool, tmp_path: Path, flags: list[str]) -> None:
+    """Losses, weights, momenta and rotations after 3 + 3 steps, EP 2 x expert TP 2."""
+    argv = [*ARO, *MOE, *TP2, *EP2, *flags, "--train-iters", "6"]
+    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    straight = pool.run(4, "grouped:train", [*argv, *save])
+    shutil.rmtree(tmp_path / "iter_0000006")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = pool.run(4, "grouped:train", [*argv, "--load", str(tmp_path)])
+    for before, after in zip(straight, resumed, strict=True):
+        assert after.exit_status == 0
+        assert after.losses == before.losses[3:]
+        assert same(after.weights, before.weights)
+        assert same(after.inspected, before.inspected)
