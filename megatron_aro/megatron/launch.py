@@ -128,14 +128,15 @@ def _announce(error: Exception) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Where an error was raised, torch's own frames aside."""
+    """Where an error was raised, frames of torch and of the CPU mode in its place aside."""
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     if any(module.startswith("megatron_aro.runtime.") for module, _, _ in frames):
         return "in ARO's step"
-    outside = [f for f in frames if f[0].partition(".")[0] not in ("torch", "contextlib")]
+    collectives = re.compile(r"(torch|contextlib|megatron_aro\.megatron\.cpu_mode)(\.|$)")
+    outside = [frame for frame in frames if not collectives.match(frame[0])]
     _, code, line = (outside or frames)[-1]
     return f"in {code.co_name} ({Path(code.co_filename).name}, line {line})"
 
