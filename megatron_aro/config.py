@@ -67,14 +67,19 @@ class AROConfig:
         "fp32", "What momenta and updates travel as between ranks (Megatron only).", ExchangeDtype
     )
 
+    workspace_mib: int = _setting(
+        2048,
+        "Memory in MiB that stepping a batch may take beside its momenta; larger batches are cut, "
+        "down to one matrix (Megatron only).",
+    )
+
     def __post_init__(self) -> None:
         for name in ("momentum", "beta2"):
             self._require(name, lambda v: 0.0 <= v < 1.0, "must be at least 0 and below 1")
         for name in ("update_rms", "scqr_eps"):
             self._require(name, lambda v: 0.0 < v < math.inf, "must be positive and finite")
-        self._require(
-            "sinkhorn_iters", lambda v: isinstance(v, int) and v >= 1, "must be an integer >= 1"
-        )
+        for name in ("sinkhorn_iters", "workspace_mib"):
+            self._require(name, lambda v: isinstance(v, int) and v >= 1, "must be an integer >= 1")
         for f in settings():
             choices = f.metadata["choices"]
             if choices:

@@ -19,7 +19,7 @@ class _Matrix:
     """A parameter with a gradient, seen with the rotated side as rows."""
 
     weight: Tensor  # [m, n], a view of the parameter
-    exp_avg: Tensor  # [m, n], a view of state["exp_avg"]
+    turned: bool  # whether [m, n] is the transposed parameter
     finite: Tensor  # bool scalar on the device: every entry of the gradient is finite
     state: dict[str, Tensor]
     group: dict[str, Any]
@@ -82,10 +82,13 @@ class ARO(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     matrix = self._advance(p, p.grad, group)
-                    devices[p.device][p.dtype, matrix.weight.shape].append(matrix)
+                    shapes = devices[p.device]
+                    shapes[p.dtype, matrix.turned, matrix.weight.shape].append(matrix)
         for device, shapes in devices.items():
             batches = [_batch(matrices) for matrices in shapes.values()]
-            updates = rot.compute_updates(batches, self.config, self._counts[device][:-1])
+            updates = rot.compute_updates(batches, self.config)
+            for batch in batches:
+                self._counts[device][:-1] += batch.fallbacks.sum(dim=0)
             for matrices, batch, update in zip(shapes.values(), batches, updates, strict=True):
                 for i, matrix in enumerate(matrices):
                     _write(matrix, batch, update, i)
@@ -110,8 +113,7 @@ class ARO(torch.optim.Optimizer):
         exp_avg = state["exp_avg"]
         # In place of a bad gradient the momentum itself: beta M + (1 - beta) M = M.
         rot.advance_momentum([exp_avg], [torch.where(finite, grad, exp_avg)], group["momentum"])
-        views = (p.mT, exp_avg.mT) if turned else (p, exp_avg)
-        return _Matrix(*views, finite, state, group)
+        return _Matrix(p.mT if turned else p, turned, finite, state, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -173,11 +175,13 @@ def _zero_counts(device: torch.device | str) -> Tensor:
 
 def _batch(matrices: list[_Matrix]) -> rot.MatrixBatch:
     # A momentum of NaN tells compute_updates to leave this matrix alone.
-    momenta = [torch.where(matrix.finite, matrix.exp_avg, math.nan) for matrix in matrices]
+    stored = [torch.where(x.finite, x.state["exp_avg"], math.nan) for x in matrices]
+    momenta = torch.stack(stored).mT if matrices[0].turned else torch.stack(stored)
     rotations = [matrix.state["rotation"] for matrix in matrices]
     moments = [m.state["second_moment"] for m in matrices if "second_moment" in m.state]
     second = torch.stack(moments) if moments else None
-    return rot.MatrixBatch(torch.stack(momenta), torch.stack(rotations), second)
+    counts = rot.new_fallback_counts(len(matrices), momenta.device)
+    return rot.MatrixBatch(momenta, torch.stack(rotations), counts, second)
 
 
 def _write(matrix: _Matrix, batch: rot.MatrixBatch, updates: Tensor, i: int) -> None:

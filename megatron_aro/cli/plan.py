@@ -53,6 +53,8 @@ _ROWS = {
     "gradients": ("MiB of gradients sent", 2.0**20),
     "momentum": ("MiB momentum", 2.0**20),
     "rotation": ("MiB rotations", 2.0**20),
+    "gathered": ("MiB gathered matrices", 2.0**20),
+    "exchange": ("MiB exchange buffers", 2.0**20),
     "workspace": ("MiB workspace", 2.0**20),
 }
 

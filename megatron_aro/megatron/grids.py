@@ -14,6 +14,7 @@ class Grid:
     """The groups through this rank that share dense parameters, or experts.
 
     Attributes:
+        ranks: of the whole grid, in the world, by position [tensor][data].
         tensor, data: the ranks over which a parameter is cut, and over which it is replicated or
             its flat buffers are. Of several distributed-optimizer instances, this rank's.
         instance: which of them that is.
@@ -24,6 +25,7 @@ class Grid:
         buffers: the name of DDP's list of flat buffers.
     """
 
+    ranks: tuple[tuple[int, ...], ...]
     tensor: dist.ProcessGroup
     data: dist.ProcessGroup
     data_gloo: dist.ProcessGroup | None
@@ -47,6 +49,7 @@ def make_grids(
     experts = found["expt_tp_pp_with_egtp_remat_group"]
     return {
         False: Grid(
+            ranks=_ranks(groups.tp, found["intra_dp_cp_group"]),
             tensor=groups.tp,
             data=found["intra_dp_cp_group"],
             data_gloo=found["intra_dp_cp_group_gloo"],
@@ -57,6 +60,7 @@ def make_grids(
             buffers="buffers",
         ),
         True: Grid(
+            ranks=_ranks(groups.expt_tp, found["intra_expt_dp_group"]),
             tensor=groups.expt_tp,
             data=found["intra_expt_dp_group"],
             data_gloo=found["intra_expt_dp_group_gloo"],
@@ -67,3 +71,9 @@ def make_grids(
             buffers="expert_parallel_buffers",
         ),
     }
+
+
+def _ranks(tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    rows: list[tuple[int, ...]] = [()] * dist.get_world_size(tensor)
+    dist.all_gather_object(rows, tuple(dist.get_process_group_ranks(data)), group=tensor)
+    return tuple(rows)

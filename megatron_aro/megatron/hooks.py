@@ -72,6 +72,7 @@ def _get_megatron_optimizer_config(original: Original, args: Any) -> Any:
             config,
             aro=arguments.aro_config(args),
             report_interval=args.log_interval,
+            report_phases=args.timing_log_level > 0,
             use_gloo_process_groups=args.use_gloo_process_groups,
         )
     return config, overrides

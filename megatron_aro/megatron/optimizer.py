@@ -38,11 +38,11 @@ from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
 from megatron_aro.megatron.names import canonical_name, trainable_parameters
-from megatron_aro.megatron.report import print_placements, report_fallbacks
+from megatron_aro.megatron.report import print_placements, report_fallbacks, report_phases
 from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-from megatron_aro.sharding.cost import Rates, seconds
+from megatron_aro.sharding.cost import seconds
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
 
@@ -54,11 +54,13 @@ class AROOptimizerConfig(OptimizerConfig):
     Attributes:
         aro: ARO's own settings.
         report_interval: steps between two reports of fall-backs, None for never.
+        report_phases: whether a report also says how long the phases of the last step took.
         use_gloo_process_groups: whether Megatron made gloo groups, for checkpoints.
     """
 
     aro: AROConfig = dataclasses.field(default_factory=AROConfig)
     report_interval: int | None = None
+    report_phases: bool = False
     use_gloo_process_groups: bool = True
 
     @classmethod
@@ -96,6 +98,8 @@ class AROChainedOptimizer(ChainedOptimizer):
             for wrapped in optimizers
             if isinstance(wrapped.optimizer, MatrixOptimizer)
         ]
+        for matrices in self.matrices:
+            matrices.together = self.matrices
         self._gradients_finite = True
         self._steps = 0
 
@@ -120,6 +124,8 @@ class AROChainedOptimizer(ChainedOptimizer):
         interval = getattr(self.config, "report_interval", None)
         if interval and self._steps % interval == 0:
             report_fallbacks(self.matrices, interval)
+            if self.config.report_phases:
+                report_phases(self.matrices)
         return success
 
 
@@ -155,12 +161,13 @@ def get_aro_optimizer(
     placements = _place_all(model_chunks, aro, grids)
 
     wrapped = []
+    of_aro: dict[bool, MegatronOptimizer] = {}
     for (is_aro, is_expert), of_kind in groups.items():
         grid = grids[is_expert]
         if is_aro:
             matrices = MatrixOptimizer(of_kind, config.lr, config.weight_decay, aro)
             optimizer = _wrap(NAME, matrices, _initialize_momentum, config, model_chunks, grid)
-            _bind(matrices, optimizer, placements[is_expert], grid)
+            of_aro[is_expert] = optimizer
         else:
             adam_config = copy.copy(config)
             adam_config.optimizer = "adam"
@@ -172,6 +179,9 @@ def get_aro_optimizer(
             )
             optimizer = _wrap("adam", adam, adam_init, config, model_chunks, grid)
         wrapped.append(optimizer)
+    loads: dict[int, float] = {}
+    for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
+        _bind(of_aro[is_expert], placements[is_expert], grids[is_expert], loads)
     print_placements([placement for of_grid in placements.values() for _, placement in of_grid])
     return AROChainedOptimizer(wrapped)
 
@@ -306,9 +316,13 @@ def _wrap(
 
 
 def _bind(
-    optimizer: MatrixOptimizer, wrapped: MegatronOptimizer, placements: Placed, grid: Grid
+    wrapped: MegatronOptimizer, placements: Placed, grid: Grid, loads: dict[int, float]
 ) -> None:
-    """Plan who steps what, and tell ARO which main parameters the wrapper left on this rank."""
+    """Plan who steps what, and tell ARO which main parameters the wrapper left on this rank.
+
+    Args:
+        loads: seconds of work that the ranks of this pipeline stage have already; increased.
+    """
     tp, dp = get_pg_size(grid.tensor), get_pg_size(grid.data)
     sharded, main_parameters = [], {}
     for parameter, placement in placements:
@@ -322,13 +336,17 @@ def _bind(
         main = main_parameter(wrapped, parameter)
         if main is not None:
             main_parameters[placement.name] = main
-    plan = make_plan(sharded, tp, dp, functools.partial(seconds, rates=Rates()))
+    before = [[loads.get(rank, 0.0) for rank in row] for row in grid.ranks]
+    cost = functools.partial(seconds, precision=wrapped.optimizer.aro.precision)
+    plan = make_plan(sharded, tp, dp, cost, before)
+    for ranks, row in zip(grid.ranks, plan.loads, strict=True):
+        loads.update(zip(ranks, row, strict=True))
     device = placements[0][0].device if placements else torch.device("cpu")
     exchange = Exchange(
         plan,
         grid.tensor if tp > 1 else None,
         grid.data if dp > 1 else None,
         device,
-        {"fp32": torch.float32, "bf16": torch.bfloat16}[optimizer.aro.exchange_dtype],
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[wrapped.optimizer.aro.exchange_dtype],
     )
-    optimizer.bind(exchange, main_parameters)
+    wrapped.optimizer.bind(exchange, main_parameters)

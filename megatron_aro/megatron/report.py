@@ -83,3 +83,15 @@ def report_fallbacks(optimizers: Sequence[MatrixOptimizer], interval: int) -> No
             f"steps: {climbed}",
             flush=True,
         )
+
+
+def report_phases(optimizers: Sequence[MatrixOptimizer]) -> None:
+    """Print how long the phases of rank 0's last step took."""
+    if dist.get_rank() != 0:
+        return
+    times: Counter[str] = Counter()
+    for optimizer in optimizers:
+        times.update(optimizer.phases.milliseconds())
+    if times:
+        phases = ", ".join(f"{name} {times[name]:.2f}" for name in times if name != "all")
+        print(f"> ARO: rank 0's last step took {times['all']:.2f} ms: {phases}", flush=True)

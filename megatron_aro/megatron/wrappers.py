@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -47,12 +46,6 @@ class _WithRotations:
             name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor, replica_id=copy)
             for name, tensor in rotations.items()
         }
-        # In an instance a rotation has one owner; the counts are each rank's, and experts have an
-        # optimizer of their own.
-        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
-        kind = "experts" if groups[0]["is_expert_parallel"] else "dense"
-        counts = f"optimizer.aro.fallbacks.{kind}.{dist.get_rank()}"
-        state[_KEY]["fallbacks"] = ShardedTensor.from_rank_offsets(counts, rotations["fallbacks"])
         return state
 
 

@@ -7,22 +7,30 @@ exact powers of two and the zero rules, ``precision`` the float32 matrix-product
 
 from megatron_aro.rotation.step import (
     FALLBACK_RUNGS,
+    Attempt,
     MatrixBatch,
     advance_momentum,
     apply_updates,
+    attempt_rotation,
     compute_updates,
+    finish_update,
     initial_rotation,
     new_fallback_counts,
+    read_failed,
     second_moment_shape,
 )
 
 __all__ = [
     "FALLBACK_RUNGS",
+    "Attempt",
     "MatrixBatch",
     "advance_momentum",
     "apply_updates",
+    "attempt_rotation",
     "compute_updates",
+    "finish_update",
     "initial_rotation",
     "new_fallback_counts",
+    "read_failed",
     "second_moment_shape",
 ]

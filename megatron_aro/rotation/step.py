@@ -9,7 +9,8 @@ Step 1 is ``advance_momentum``, steps 2 to 5 are ``compute_updates``, step 6 is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +37,15 @@ FALLBACK_RUNGS: tuple[str, ...] = ("factorizations", "extra_pass", "householder"
 class MatrixBatch:
     """b same-shaped oriented matrices (rows = the rotated side), k = min(m, n).
 
-    All tensors have one device and one dtype, float32 or float64.
+    All tensors have one device, and all but the counts one dtype, float32 or float64.
     """
 
     momentum: Tensor
-    """[b, m, n], already advanced by step 1; read only."""
+    """[b, m, n], already advanced by step 1; read only, any strides."""
     rotation: Tensor
     """[b, m, k]; overwritten in place with the new rotation (untouched for rotation "none")."""
+    fallbacks: Tensor
+    """int64 [b, len(FALLBACK_RUNGS)]; increased in place, without a host sync."""
     second_moment: Tensor | None = None
     """[b, k, n] ([b, m, n] for rotation "none"), projection "adam" only; overwritten in place."""
 
@@ -61,9 +64,9 @@ def second_moment_shape(config: AROConfig, m: int, n: int) -> tuple[int, int] | 
     return (m if config.rotation == "none" else min(m, n), n)
 
 
-def new_fallback_counts(device: torch.device | str) -> Tensor:
-    """Zero counts for FALLBACK_RUNGS, int64, to be given to every ``compute_updates``."""
-    return torch.zeros(len(FALLBACK_RUNGS), dtype=torch.int64, device=device)
+def new_fallback_counts(b: int, device: torch.device | str) -> Tensor:
+    """Zero counts of FALLBACK_RUNGS for b matrices, int64 [b, len(FALLBACK_RUNGS)]."""
+    return torch.zeros(b, len(FALLBACK_RUNGS), dtype=torch.int64, device=device)
 
 
 def advance_momentum(momenta: list[Tensor], gradients: list[Tensor], beta: float) -> None:
@@ -83,9 +86,7 @@ def apply_updates(
 
 
 @torch.no_grad()
-def compute_updates(
-    batches: Sequence[MatrixBatch], config: AROConfig, fallbacks: Tensor
-) -> list[Tensor]:
+def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[Tensor]:
     """Steps 2 to 5 for all batches: new rotations (and second moments) in place, updates returned.
 
     The host waits for the device at most once, for all batches together: every first attempt at
@@ -93,10 +94,11 @@ def compute_updates(
     A matrix whose momentum is zero or not finite gets U = 0 and keeps its rotation bit for bit;
     one that is not finite keeps its second moment too. No element can disturb another.
 
+    A caller with other work to do between these three stages calls them itself.
+
     Args:
         batches: on one device; autocast and the caller's matmul precision have no effect.
         config: ``momentum`` and ``orientation`` are not looked at.
-        fallbacks: counts of FALLBACK_RUNGS, increased in place without a host sync.
 
     Returns:
         U for each batch, [b, m, n], of RMS ``config.update_rms`` and not yet times -lr.
@@ -104,15 +106,66 @@ def compute_updates(
     Raises:
         ValueError: a tensor has the wrong dtype or shape, or a second moment is missing.
     """
-    for batch in batches:
-        _check(batch, config)
-    if not batches:
-        return []
-    with torch.autocast(fallbacks.device.type, enabled=False), ieee_products():
-        frames = [_Frame.of(batch) for batch in batches]
-        if config.rotation != "none":
-            _rotate(batches, frames, config, fallbacks)
-        return [_update(*pair, config) for pair in zip(batches, frames, strict=True)]
+    attempts = [attempt_rotation(batch, config) for batch in batches]
+    climbing = read_failed(attempts)
+    return [
+        finish_update(batch, attempt, rows, config)
+        for batch, attempt, rows in zip(batches, attempts, climbing, strict=True)
+    ]
+
+
+@dataclass
+class Attempt:
+    """A batch between its first attempt at a rotation and its update."""
+
+    frame: _Frame
+    failed_b: Tensor | None
+    """Matrices that must climb the ladder and still have their old rotation; None for nobody."""
+
+
+@torch.no_grad()
+def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
+    """Steps 2 and 3 as far as they go without the ladder; nothing waits for the device."""
+    _check(batch, config)
+    frame = _Frame.of(batch)
+    if config.rotation == "none":
+        return Attempt(frame, None)
+    with _own_precision(batch):
+        q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
+    failed_b &= frame.active.flatten()
+    _keep_or_replace(batch, frame, q, failed_b)
+    batch.fallbacks[:, 0] += frame.active.flatten()
+    if config.qr == "qr":  # which has no ladder
+        batch.fallbacks[:, 3] += failed_b
+        return Attempt(frame, None)
+    return Attempt(frame, failed_b)
+
+
+def read_failed(attempts: Sequence[Attempt]) -> list[list[int]]:
+    """Which matrices of each batch must climb the ladder; waits for the device, once."""
+    waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
+    flags = iter(torch.cat(waiting).tolist() if waiting else [])
+    return [
+        [] if a.failed_b is None else [i for i in range(len(a.failed_b)) if next(flags)]
+        for a in attempts
+    ]
+
+
+@torch.no_grad()
+def finish_update(
+    batch: MatrixBatch, attempt: Attempt, climbing: list[int], config: AROConfig
+) -> Tensor:
+    """The ladder for the matrices that `read_failed` named, then steps 4 and 5; U [b, m, n]."""
+    with _own_precision(batch):
+        if climbing:
+            _climb(batch, attempt.frame, climbing, config)
+        return _update(batch, attempt.frame, config)
+
+
+@contextmanager
+def _own_precision(batch: MatrixBatch) -> Iterator[None]:
+    with torch.autocast(batch.momentum.device.type, enabled=False), ieee_products():
+        yield
 
 
 @dataclass
@@ -142,47 +195,29 @@ class _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])
 
 
-def _rotate(
-    batches: Sequence[MatrixBatch], frames: list[_Frame], config: AROConfig, fallbacks: Tensor
-) -> None:
-    """Steps 2 and 3: overwrite every rotation."""
-    attempts = [
-        first_attempt(_look_ahead(batch, frame, config), config)
-        for batch, frame in zip(batches, frames, strict=True)
-    ]
-    failed = [
-        attempt.failed_b & frame.active.flatten()
-        for attempt, frame in zip(attempts, frames, strict=True)
-    ]
-    # The one wait for the device. Householder, as the everyday answer, has no ladder to climb.
-    climbing = [[]] * len(batches) if config.qr == "qr" else _read(failed)
-    for batch, frame, (q, _), failed_b, rows in zip(
-        batches, frames, attempts, failed, climbing, strict=True
-    ):
-        fallbacks[0] += frame.active.sum()
-        if rows:
-            # Not a blocking copy: a small one is staged before the call returns.
-            index = torch.tensor(rows).to(q.device, non_blocking=True)
-            rescue = climb(_look_ahead(_select(batch, index), frame[index], config), config)
-            q[index] = rescue.q_bmk
-            failed_b[index] = rescue.failed_b
-            fallbacks[1] += rescue.extra_pass_b.sum()
-            fallbacks[2] += len(rows) - rescue.extra_pass_b.sum()
-        fallbacks[3] += failed_b.sum()
-        keep = ~frame.active | failed_b[:, None, None]
-        batch.rotation.copy_(torch.where(keep, batch.rotation, q))
+def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
+    # Not a blocking copy: a small one is staged before the call returns.
+    index = torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
+    part, frame = _select(batch, index), frame[index]
+    rescue = climb(_look_ahead(part, frame, config), config)
+    _keep_or_replace(part, frame, rescue.q_bmk, rescue.failed_b)
+    batch.rotation[index] = part.rotation
+    counts = (rescue.extra_pass_b, ~rescue.extra_pass_b, rescue.failed_b)
+    batch.fallbacks[index, 1:] += torch.stack(counts, dim=1).long()
 
 
-def _read(failed: list[Tensor]) -> list[list[int]]:
-    """The indices of the failed elements of each batch; one copy to the host."""
-    flags = iter(torch.cat(failed).tolist())
-    return [[i for i in range(len(batch)) if next(flags)] for batch in failed]
+def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
+    keep = ~frame.active | failed_b[:, None, None]
+    batch.rotation.copy_(torch.where(keep, batch.rotation, q))
 
 
 def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:
     v = batch.second_moment
     return MatrixBatch(
-        batch.momentum[index], batch.rotation[index], None if v is None else v[index]
+        batch.momentum[index],
+        batch.rotation[index],
+        batch.fallbacks[index],
+        None if v is None else v[index],
     )
 
 

@@ -29,6 +29,21 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Chunk(NamedTuple):
+    """What travels in one chunk; the same in every step."""
+
+    owned: list[int]  # matrices that this rank steps
+    gathered: list[int]  # matrices whose part of this tensor-parallel rank meets here
+    returned: list[list[int]]  # by data-parallel rank, matrices whose update passes there
+    in_pieces: dict[int, _Run]  # parts that need not be made: one run of what this rank holds
+    # By data-parallel rank: what this one holds of the parts that meet there, and what that one
+    # holds of the parts that meet here.
+    gather_to: list[list[_Run]]
+    gather_from: list[list[_Run]]
+    return_from: list[list[_Run]]
+    return_to: list[list[_Run]]
+
+
 class Exchange:
     """One rank's side of a plan.
 
@@ -54,47 +69,45 @@ class Exchange:
         self._dtype = dtype
         self.t = dist.get_rank(tp_group) if tp_group else 0
         self.d = dist.get_rank(dp_group) if dp_group else 0
-        self.owned = plan.owned((self.t, self.d))
         self._replicates, self._cuts = plan.replicates, plan.cuts
-        # What travels is the same in every step. By data-parallel rank: what this one holds of the
-        # parts that meet there, and what that one holds of the parts that meet here.
-        self._gathered = [plan.gathered(self.t, d) for d in range(plan.dp)]
-        self._returned = [plan.returned(d) for d in range(plan.dp)]
-        self._gather_to = [self._runs(indices, self.d) for indices in self._gathered]
-        self._gather_from = [self._runs(self._gathered[self.d], d) for d in range(plan.dp)]
-        self._return_from = [self._runs(indices, self.d) for indices in self._returned]
-        self._return_to = [self._runs(self._returned[self.d], d) for d in range(plan.dp)]
+        self._chunks = [self._chunk(chunk) for chunk in range(plan.chunks)]
         for group in filter(None, (tp_group, dp_group)):
             digests: list[str] = [""] * dist.get_world_size(group)
             dist.all_gather_object(digests, plan.digest(), group=group)
             if len(set(digests)) != 1:
                 raise RuntimeError(f"The ranks of a group have made different plans: {digests}.")
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Make the matrices that this rank owns whole.
+    @property
+    def travels(self) -> bool:
+        """Whether anything leaves this rank."""
+        return self._tp_group is not None or self._dp_group is not None
+
+    def gather(
+        self, chunk: int, pieces: Mapping[str, Tensor], matrices: Mapping[int, Tensor]
+    ) -> None:
+        """Make the matrices of a chunk that this rank owns whole.
 
         Args:
             pieces: by parameter name, the flat float32 elements that this rank holds.
-
-        Returns:
-            [rows, columns] as stored, by index into the plan.
+            matrices: [rows, columns] as stored, contiguous, by index into the plan; filled.
         """
-        plan, t = self.plan, self.t
-        parts = self._parts(self._gathered[self.d])
-        own = self._gather_to[self.d]
+        plan, t, of = self.plan, self.t, self._chunks[chunk]
+        parts = self._parts(of, of.gathered, pieces, matrices)
+        own = [run for run in of.gather_to[self.d] if run.matrix not in of.in_pieces]
         _copy(_in_parts(parts, own), _in_pieces(pieces, own))
         if self._dp_group and self._cuts:
             self._all_to_all(
                 self._dp_group,
-                [_in_pieces(pieces, runs) for runs in self._gather_to],
-                [_in_parts(parts, runs) for runs in self._gather_from],
+                [_in_pieces(pieces, runs) for runs in of.gather_to],
+                [_in_parts(parts, runs) for runs in of.gather_from],
             )
-        matrices = {i: self._matrix(i) for i in self.owned}
-        for i in self.owned:
-            _rectangle(matrices[i], plan.sharded[i].parts[t]).copy_(self._shaped(parts[i], i))
         if self._tp_group:
-            sharded = [i for i in parts if not plan.sharded[i].replicated]
-            mine = [i for i in self.owned if not plan.sharded[i].replicated]
+            mine = [i for i in of.owned if not plan.sharded[i].replicated]
+            sharded = [i for i in of.gathered if not plan.sharded[i].replicated]
+            _copy(
+                [_rectangle(matrices[i], plan.sharded[i].parts[t]) for i in mine],
+                [self._shaped(parts[i], i) for i in mine],
+            )
             self._all_to_all(
                 self._tp_group,
                 [[parts[i] for i in sharded if plan.owners[i][0] == to] for to in range(plan.tp)],
@@ -103,22 +116,27 @@ class Exchange:
                     for source in range(plan.tp)
                 ],
             )
-        return matrices
 
-    def scatter(self, matrices: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
+    def scatter(
+        self, chunk: int, matrices: Mapping[int, Tensor], pieces: Mapping[str, Tensor]
+    ) -> None:
         """Inverse of `gather`: fill the pieces of all ranks from the matrices that they own."""
-        plan, t = self.plan, self.t
+        plan, t, of = self.plan, self.t, self._chunks[chunk]
         if self._dtype != torch.float32:
             # What stays here is rounded like what travels: replicas must not drift apart.
-            matrices = {i: matrix.to(self._dtype).float() for i, matrix in matrices.items()}
-        parts = self._parts(self._returned[self.d])
-        for i in self.owned:
-            self._shaped(parts[i], i).copy_(_rectangle(matrices[i], plan.sharded[i].parts[t]))
+            for i in of.owned:
+                matrices[i].copy_(matrices[i].to(self._dtype))
+        parts = self._parts(of, of.returned[self.d], pieces, matrices)
         if self._tp_group:
+            mine = [i for i in of.owned if not plan.sharded[i].replicated]
+            _copy(
+                [self._shaped(parts[i], i) for i in mine],
+                [_rectangle(matrices[i], plan.sharded[i].parts[t]) for i in mine],
+            )
             self._all_to_all(
                 self._tp_group,
                 [
-                    [_rectangle(matrices[i], plan.sharded[i].parts[to]) for i in self.owned]
+                    [_rectangle(matrices[i], plan.sharded[i].parts[to]) for i in of.owned]
                     for to in range(plan.tp)
                 ],
                 [
@@ -126,16 +144,38 @@ class Exchange:
                     for source in range(plan.tp)
                 ],
             )
-        own = self._return_from[self.d]
+        own = [run for run in of.return_from[self.d] if run.matrix not in of.in_pieces]
         _copy(_in_pieces(pieces, own), _in_parts(parts, own))
         if self._dp_group and self._replicates:
-            self._all_gather(parts, pieces)
+            self._all_gather(of, parts, pieces)
         elif self._dp_group and self._cuts:
             self._all_to_all(
                 self._dp_group,
-                [_in_parts(parts, runs) for runs in self._return_to],
-                [_in_pieces(pieces, runs) for runs in self._return_from],
+                [_in_parts(parts, runs) for runs in of.return_to],
+                [_in_pieces(pieces, runs) for runs in of.return_from],
             )
+
+    def _chunk(self, chunk: int) -> _Chunk:
+        plan, ranks = self.plan, range(self.plan.dp)
+        gathered = [plan.gathered(self.t, d, chunk) for d in ranks]
+        returned = [plan.returned(d, chunk) for d in ranks]
+        here = gathered[self.d] + returned[self.d]
+        in_pieces = {
+            run.matrix: run
+            for run in self._runs(here, self.d)
+            if run.length == plan.sharded[run.matrix].parts[self.t].numel
+            and not self._is_matrix(run.matrix)
+        }
+        return _Chunk(
+            [i for i in returned[self.d] if plan.owners[i] == (self.t, self.d)],
+            gathered[self.d],
+            returned,
+            in_pieces,
+            [self._runs(indices, self.d) for indices in gathered],
+            [self._runs(gathered[self.d], d) for d in ranks],
+            [self._runs(indices, self.d) for indices in returned],
+            [self._runs(returned[self.d], d) for d in ranks],
+        )
 
     def _runs(self, indices: Iterable[int], d: int) -> list[_Run]:
         """What data-parallel rank d holds of this tensor-parallel rank's parts of matrices."""
@@ -145,16 +185,28 @@ class Exchange:
             for first, held, length in self.plan.sharded[i].segments(self.t, d)
         ]
 
-    def _parts(self, indices: list[int], flat: Tensor | None = None) -> dict[int, Tensor]:
-        """This tensor-parallel rank's flat parts, empty, or as they lie one after the other."""
-        sizes = [self.plan.sharded[i].parts[self.t].numel for i in indices]
-        if flat is None:
-            flat = torch.empty(sum(sizes), device=self.device)
-        return dict(zip(indices, flat[: sum(sizes)].split(sizes), strict=True))
+    def _is_matrix(self, i: int) -> bool:
+        """Whether this tensor-parallel rank's part is the matrix, and stepped here."""
+        alone = self._tp_group is None or self.plan.sharded[i].replicated
+        return alone and self.plan.owners[i] == (self.t, self.d)
 
-    def _matrix(self, i: int) -> Tensor:
-        matrix = self.plan.sharded[i].matrix
-        return torch.empty(matrix.rows, matrix.columns, device=self.device)
+    def _parts(
+        self,
+        chunk: _Chunk,
+        indices: list[int],
+        pieces: Mapping[str, Tensor],
+        matrices: Mapping[int, Tensor],
+    ) -> dict[int, Tensor]:
+        """This tensor-parallel rank's parts, flat: the matrix, the piece, or memory for it."""
+        made = {}
+        for i in indices:
+            if self._is_matrix(i):
+                made[i] = matrices[i].view(-1)
+            elif i in chunk.in_pieces:
+                (made[i],) = _in_pieces(pieces, [chunk.in_pieces[i]])
+            else:
+                made[i] = torch.empty(self.plan.sharded[i].parts[self.t].numel, device=self.device)
+        return made
 
     def _shaped(self, part: Tensor, i: int) -> Tensor:
         """A flat part of this rank as the rectangle of the matrix that it is."""
@@ -178,19 +230,22 @@ class Exchange:
         dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
         _unpack(received, [x for source in receive for x in source])
 
-    def _all_gather(self, parts: Mapping[int, Tensor], pieces: Mapping[str, Tensor]) -> None:
+    def _all_gather(
+        self, chunk: _Chunk, parts: Mapping[int, Tensor], pieces: Mapping[str, Tensor]
+    ) -> None:
         """Every data-parallel rank gets the updates of all owners, in one collective."""
-        plan = self.plan
-        sizes = [
-            sum(plan.sharded[i].parts[self.t].numel for i in indices) for indices in self._returned
-        ]
-        sent = torch.zeros(max(sizes), device=self.device, dtype=self._dtype)
+        plan, sharded = self.plan, self.plan.sharded
+        sizes = [[sharded[i].parts[self.t].numel for i in indices] for indices in chunk.returned]
+        longest = max(map(sum, sizes))
+        sent = torch.empty(longest, device=self.device, dtype=self._dtype)
         _pack(sent, list(parts.values()))
-        received = torch.empty(plan.dp, max(sizes), device=self.device, dtype=self._dtype)
+        received = torch.empty(plan.dp, longest, device=self.device, dtype=self._dtype)
         dist.all_gather_into_tensor(received.view(-1), sent, group=self._dp_group)
         for d in range(plan.dp):
             if d != self.d:
-                theirs, runs = self._parts(self._returned[d], received[d]), self._return_from[d]
+                flat = received[d][: sum(sizes[d])].split(sizes[d])
+                theirs = dict(zip(chunk.returned[d], flat, strict=True))
+                runs = chunk.return_from[d]
                 _copy(_in_pieces(pieces, runs), _in_parts(theirs, runs))
 
 

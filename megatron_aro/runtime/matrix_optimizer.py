@@ -18,13 +18,17 @@ from megatron_aro.rotation import (
     MatrixBatch,
     advance_momentum,
     apply_updates,
-    compute_updates,
+    attempt_rotation,
+    finish_update,
     initial_rotation,
     new_fallback_counts,
+    read_failed,
     second_moment_shape,
 )
 from megatron_aro.runtime.exchange import Exchange
-from megatron_aro.sharding.plan import Sharded
+from megatron_aro.runtime.timeline import Phases, SideStream
+from megatron_aro.sharding.cost import workspace_bytes
+from megatron_aro.sharding.plan import Batch
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -53,54 +57,119 @@ class MatrixOptimizer(torch.optim.Optimizer):
             main_parameters: float32 main parameter (whole, or a 1-D slice) by parameter name.
         """
         self._exchange, self._main = exchange, dict(main_parameters)
-        device = exchange.device
-        self._matrices = exchange.plan.batches(exchange.owned)
-        self._batches = []
-        for (m, n), members in self._matrices:
-            moment = second_moment_shape(self.aro, m, n)
-            self._batches.append(
-                MatrixBatch(
-                    momentum=torch.empty(0),  # each step's own
-                    rotation=initial_rotation(
-                        len(members), m, n, dtype=torch.float32, device=device
-                    ),
-                    second_moment=torch.zeros(len(members), *moment, device=device)
-                    if moment
-                    else None,
+        plan, device = exchange.plan, exchange.device
+        self.phases = Phases(device)
+        self._side = SideStream(device, exchange.travels)
+        workspace = self.aro.workspace_mib << 20
+        position = (exchange.t, exchange.d)
+        self._chunks = [
+            [
+                _Stepped(batch, self._new_state(batch))
+                for batch in plan.batches(
+                    position, chunk, lambda m, n: max(1, workspace // workspace_bytes(m, n))
                 )
-            )
-        self.fallbacks = new_fallback_counts(device)
+            ]
+            for chunk in range(plan.chunks)
+        ]
+        self._started = False
+        self.together = [self]
+
+    def _new_state(self, batch: Batch) -> MatrixBatch:
+        m, n = (batch.columns, batch.rows) if batch.transposed else (batch.rows, batch.columns)
+        b, device = len(batch.members), self._exchange.device
+        moment = second_moment_shape(self.aro, m, n)
+        return MatrixBatch(
+            momentum=torch.empty(0),  # each step's own
+            rotation=initial_rotation(b, m, n, dtype=torch.float32, device=device),
+            fallbacks=new_fallback_counts(b, device),
+            second_moment=torch.zeros(b, *moment, device=device) if moment else None,
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step, in two halves with the step's one wait for the device between them.
+
+        The optimizers in `together` do the first half together, so that they wait but once. The
+        main parameters' gradients are used up: their memory takes the updates.
+        """
         if closure is not None:
             raise ValueError("ARO computes each step from one gradient: closures are refused.")
-        self.initialize_state()
-        for group in self.param_groups:
-            momenta = [self.state[p]["exp_avg"] for p in group["params"]]
-            advance_momentum(momenta, [p.grad for p in group["params"]], self.aro.momentum)
+        if not self._started:
+            for optimizer in self.together:
+                optimizer._start()
+            failed = iter(read_failed([x.attempt for o in self.together for x in o._stepped()]))
+            for optimizer in self.together:
+                for stepped in optimizer._stepped():
+                    stepped.climbing = next(failed)
+        self._finish()
 
-        sharded = self._exchange.plan.sharded
-        matrices = self._exchange.gather(
-            {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
-        )
-        for (_, members), batch in zip(self._matrices, self._batches, strict=True):
-            batch.momentum = torch.stack([oriented(matrices[i], sharded[i]) for i in members])
-        computed = compute_updates(self._batches, self.aro, self.fallbacks)
-        for (_, members), batch, update in zip(
-            self._matrices, self._batches, computed, strict=True
-        ):
-            batch.momentum = torch.empty(0)
-            matrices.update(
-                {i: oriented(u, sharded[i]) for i, u in zip(members, update, strict=True)}
-            )
-        updates = {main: torch.empty_like(main) for main in self._main.values()}
-        self._exchange.scatter(
-            matrices, {name: updates[main].view(-1) for name, main in self._main.items()}
-        )
-        for group in self.param_groups:
-            mine = [updates[main] for main in group["params"]]
-            apply_updates(group["params"], mine, group["lr"], group["weight_decay"])
+    def _stepped(self) -> list[_Stepped]:
+        return [stepped for chunk in self._chunks for stepped in chunk]
+
+    def _start(self) -> None:
+        """Momenta and first attempts at rotations; one chunk travels while another is stepped."""
+        self._started = True
+        self.phases.clear()
+        self.initialize_state()
+        with self.phases("momentum"):
+            for group in self.param_groups:
+                momenta = [self.state[p]["exp_avg"] for p in group["params"]]
+                advance_momentum(momenta, [p.grad for p in group["params"]], self.aro.momentum)
+        for stepped in self._stepped():
+            stepped.allocate(self._exchange.device)
+        arriving = self._gather(0)
+        for number, chunk in enumerate(self._chunks):
+            arrived = arriving
+            if number + 1 < len(self._chunks):
+                arriving = self._gather(number + 1)
+            self._side.wait(arrived)
+            with self.phases("rotate"):
+                for stepped in chunk:
+                    stepped.attempt = attempt_rotation(stepped.state, self.aro)
+
+    def _finish(self) -> None:
+        """The ladder, the updates and their way back, chunk by chunk, and the weights."""
+        self._started = False
+        back = None
+        for number, chunk in enumerate(self._chunks):
+            with self.phases("update"):
+                for stepped in chunk:
+                    stepped.finish(self.aro)
+            back = self._scatter(number)
+        self._side.wait(back)
+        for stepped in self._stepped():
+            stepped.release()
+        with self.phases("weights"):
+            for group in self.param_groups:
+                updates = [p.grad for p in group["params"]]
+                apply_updates(group["params"], updates, group["lr"], group["weight_decay"])
+
+    def _gather(self, chunk: int) -> Any:
+        pieces = {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
+
+        def work() -> None:
+            with self.phases("gather"):
+                self._exchange.gather(chunk, pieces, self._matrices(chunk))
+
+        return self._side.run(work)
+
+    def _scatter(self, chunk: int) -> Any:
+        pieces = {
+            name: main.grad.view(-1) for name, main in self._main.items() if main.grad is not None
+        }
+
+        def work() -> None:
+            with self.phases("return"):
+                self._exchange.scatter(chunk, self._matrices(chunk), pieces)
+
+        return self._side.run(work)
+
+    def _matrices(self, chunk: int) -> dict[int, Tensor]:
+        return {
+            i: matrix
+            for stepped in self._chunks[chunk]
+            for i, matrix in zip(stepped.batch.members, stepped.stored, strict=True)
+        }
 
     def initialize_state(self) -> None:
         """Give every main parameter its zero momentum, as before the first step."""
@@ -112,16 +181,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def rotation_state(self) -> dict[str, Tensor]:
         """What belongs to the matrices that this rank owns, by ``<kind>.<name>``, as views.
 
-        ``rotation.<name>`` [m, k] and, for the adam projection, ``second_moment.<name>`` [k, n];
-        ``fallbacks`` counts the rungs of orthonormalisation, int64 [len(FALLBACK_RUNGS)].
+        ``rotation.<name>`` [m, k]; ``fallbacks.<name>``, counts of FALLBACK_RUNGS, int64; and for
+        the adam projection ``second_moment.<name>`` [k, n].
         """
-        state = {"fallbacks": self.fallbacks}
-        for (_, members), batch in zip(self._matrices, self._batches, strict=True):
-            for i, matrix in enumerate(members):
+        state = {}
+        for stepped in self._stepped():
+            for i, matrix in enumerate(stepped.batch.members):
                 name = self._exchange.plan.sharded[matrix].matrix.name
-                state[f"rotation.{name}"] = batch.rotation[i]
-                if batch.second_moment is not None:
-                    state[f"second_moment.{name}"] = batch.second_moment[i]
+                state[f"rotation.{name}"] = stepped.state.rotation[i]
+                state[f"fallbacks.{name}"] = stepped.state.fallbacks[i]
+                if stepped.state.second_moment is not None:
+                    state[f"second_moment.{name}"] = stepped.state.second_moment[i]
         return state
 
     def load_rotation_state(self, loaded: Mapping[str, Tensor]) -> None:
@@ -150,9 +220,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def fallback_counts(self) -> dict[str, int]:
         """Rungs of orthonormalisation climbed so far, by name. Syncs with the device."""
-        return dict(zip(FALLBACK_RUNGS, self.fallbacks.tolist(), strict=True))
+        counts = [stepped.state.fallbacks.sum(dim=0) for stepped in self._stepped()]
+        total = torch.stack(counts).sum(dim=0).tolist() if counts else [0] * len(FALLBACK_RUNGS)
+        return dict(zip(FALLBACK_RUNGS, total, strict=True))
 
 
-def oriented(matrix: Tensor, sharded: Sharded) -> Tensor:
-    """From the stored orientation of a matrix to that with the rotated side as rows, or back."""
-    return matrix.T if sharded.matrix.transposed else matrix
+class _Stepped:
+    """A batch, what is kept for it from step to step, and where it is in the current one."""
+
+    attempt: Any = None
+    climbing: list[int]
+
+    def __init__(self, batch: Batch, state: MatrixBatch):
+        self.batch, self.state = batch, state
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
+        batch = self.batch
+        self.stored = torch.empty(len(batch.members), batch.rows, batch.columns, device=device)
+        self.state.momentum = self.stored.mT if batch.transposed else self.stored
+
+    def finish(self, aro: AROConfig) -> None:
+        """The updates, in place of the momenta."""
+        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.climbing, aro))
+        self.attempt = None
+
+    def release(self) -> None:
+        self.stored = self.state.momentum = torch.empty(0)

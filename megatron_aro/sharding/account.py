@@ -27,6 +27,7 @@ from megatron_aro.sharding.geometry import Layout, Part, parts
 from megatron_aro.sharding.gpt import GPT, Chunk, Parameter, Split, chunk_parameters
 from megatron_aro.sharding.logical import Interval, LogicalMatrix
 from megatron_aro.sharding.plan import Plan, Sharded, make_plan
+from megatron_aro.sharding.traffic import traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,9 @@ class Figures:
             updates back; tp_sent, tp_received: parts over tensor parallelism, both ways.
         gradients: sent by a ring reduce-scatter of all gradients (an all-reduce where parameters
             are replicated), to compare with.
-        workspace: of the largest batch.
+        gathered: the matrices it owns, whole, while they are stepped.
+        exchange: buffers of what travels, at their peak.
+        workspace: of the largest batch, beside its matrices.
     """
 
     matrices: int = 0
@@ -97,11 +100,15 @@ class Figures:
     gradients: float = 0.0
     momentum: int = 0
     rotation: int = 0
+    gathered: int = 0
+    exchange: int = 0
     workspace: int = 0
 
     def __add__(self, other: Figures) -> Figures:
         total = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Figures(**{**total, "workspace": max(self.workspace, other.workspace)})
+        for name in ("exchange", "workspace"):  # one after the other
+            total[name] = max(getattr(self, name), getattr(other, name))
+        return Figures(**total)
 
 
 @dataclass(frozen=True)
@@ -175,24 +182,35 @@ def _stage(gpt: GPT, chunks: Sequence[Chunk], run: Run, bucket_size: int | None)
     """The ranks of a stage, in Megatron's order: TP, then CP, EP and DP, the last slowest."""
     split, size = run.split, run.per_stage
     stored = [chunk_parameters(gpt, chunk, split) for chunk in chunks]
-    grids = {}
-    for expert, tp, dp in (
-        (False, split.tp, size // split.tp),
-        (True, split.etp, size // (split.etp * split.ep)),
-    ):
+    figures = [Figures()] * size
+    # Dense parameters, then the experts of each expert-parallel rank, whose ranks have the dense
+    # ones to step already.
+    for expert, tp, ep in ((False, split.tp, 1), (True, split.etp, split.ep)):
         kind = [[p for p in parameters if p.expert == expert] for parameters in stored]
-        grids[expert] = _grid(kind, tp, dp, run, bucket_size)
-    return [
-        grids[False][rank % split.tp][rank // split.tp]
-        + grids[True][rank % split.etp][rank // (split.etp * split.ep)]
-        for rank in range(size)
-    ]
+        if not any(kind):
+            continue
+        for e in range(ep):
+            ranks = [[(d * ep + e) * tp + t for d in range(size // (tp * ep))] for t in range(tp)]
+            loads = [[figures[rank].milliseconds / 1e3 for rank in row] for row in ranks]
+            planned = _grid(kind, loads, run, bucket_size)
+            for row, of_row in zip(ranks, planned, strict=True):
+                for rank, figure in zip(row, of_row, strict=True):
+                    figures[rank] += figure
+    return figures
 
 
 def _grid(
-    chunks: Sequence[Sequence[Parameter]], tp: int, dp: int, run: Run, bucket_size: int | None
+    chunks: Sequence[Sequence[Parameter]],
+    loads: Sequence[Sequence[float]],
+    run: Run,
+    bucket_size: int | None,
 ) -> list[list[Figures]]:
-    """Figures of the positions [tp][dp] that share these parameters, chunk by chunk."""
+    """Figures of the positions [tp][dp] that share these parameters, chunk by chunk.
+
+    Args:
+        loads: seconds of work that the positions have already.
+    """
+    tp, dp = len(loads), len(loads[0])
     sharded: list[Sharded] = []
     cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
     buffered = 0  # elements of all gradient buffers
@@ -216,7 +234,7 @@ def _grid(
                         cut[key] = parts(matrix, parameter.layout)
                     replicated = parameter.layout.axis is None
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
-    plan = make_plan(sharded, tp, dp, run.seconds)
+    plan = make_plan(sharded, tp, dp, run.seconds, loads)
     momentum = list(accumulate(changes))[:dp]
     figures = [[Figures(momentum=of_rank) for of_rank in momentum] for _ in range(tp)]
     directions = 1 if run.distributed else 2
@@ -224,7 +242,13 @@ def _grid(
         for figure in row:
             figure.gradients = directions * buffered * run.gradient_bytes * (dp - 1) / dp
     _add_work(plan, figures, run)
-    (_add_exchange if run.distributed else _add_replicas)(plan, figures, run.exchange_bytes)
+    for row, of_row in zip(figures, traffic(plan), strict=True):
+        for figure, moved in zip(row, of_row, strict=True):
+            figure.dp_sent = moved.sent("data", run.exchange_bytes)
+            figure.dp_received = moved.received("data", run.exchange_bytes)
+            figure.tp_sent = moved.sent("tensor", run.exchange_bytes)
+            figure.tp_received = moved.received("tensor", run.exchange_bytes)
+            figure.exchange = moved.buffers(run.exchange_bytes)
     return figures
 
 
@@ -240,53 +264,5 @@ def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
         figure.flops += count * work.flops
         figure.milliseconds += 1e3 * count * work_seconds(work, run.rates, run.precision)
         figure.rotation += count * rotation_bytes(m, n)
+        figure.gathered += count * FP32 * m * n
         figure.workspace = max(figure.workspace, one * min(count, max(1, run.workspace // one)))
-
-
-def _add_exchange(plan: Plan, figures: list[list[Figures]], size: int) -> None:
-    """Bytes of both hops and both directions; only cut matrices travel over data parallelism."""
-    for s, (owner, home) in zip(plan.sharded, plan.owners, strict=True):
-        gathered = (owner,) if s.replicated else range(plan.tp)
-        for first, last, _ in s.holders():
-            for d in range(first, last):
-                if d == home:
-                    continue
-                for t in range(plan.tp):
-                    sent = size * sum(length for _, _, length in s.segments(t, d))
-                    there, back = figures[t][d], figures[t][home]
-                    if t in gathered:
-                        there.dp_sent += sent
-                        back.dp_received += sent
-                    back.dp_sent += sent
-                    there.dp_received += sent
-        _add_tensor_parallel(plan, figures, s, (owner, home), size)
-
-
-def _add_replicas(plan: Plan, figures: list[list[Figures]], size: int) -> None:
-    """Nothing is gathered over data parallelism; every update goes to all other ranks."""
-    returned = [[0] * plan.dp for _ in range(plan.tp)]
-    for s, (owner, home) in zip(plan.sharded, plan.owners, strict=True):
-        for t, part in enumerate(s.parts):
-            returned[t][home] += size * part.numel
-        _add_tensor_parallel(plan, figures, s, (owner, home), size)
-    for t, row in enumerate(returned):
-        total = sum(row)
-        for d, own in enumerate(row):
-            figures[t][d].dp_sent += own * (plan.dp - 1)
-            figures[t][d].dp_received += total - own
-
-
-def _add_tensor_parallel(
-    plan: Plan, figures: list[list[Figures]], s: Sharded, position: tuple[int, int], size: int
-) -> None:
-    """Parts go to the owner (unless each rank has the whole) and parts of the update come back."""
-    owner, home = position
-    at_owner = figures[owner][home]
-    for t, part in enumerate(s.parts):
-        if t != owner:
-            figure, moved = figures[t][home], size * part.numel
-            if not s.replicated:
-                figure.tp_sent += moved
-                at_owner.tp_received += moved
-            at_owner.tp_sent += moved
-            figure.tp_received += moved

@@ -120,9 +120,9 @@ def rotation_bytes(m: int, n: int) -> int:
 def workspace_bytes(m: int, n: int) -> int:
     """Memory that stepping an oriented m x n matrix takes for a while, at its peak, in bytes.
 
-    The gathered momentum, and the larger of two moments: projecting (the scaled momentum, five
+    Beside the gathered momentum, the larger of two moments: projecting (the scaled momentum, five
     k x n, one m x k) and orthonormalising (four m x k, two k x k). Without what cuBLAS and
     cuSOLVER take, and without fall-backs.
     """
     k = min(m, n)
-    return FP32 * (m * n + max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k))
+    return FP32 * max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k)

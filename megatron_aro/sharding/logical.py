@@ -36,6 +36,11 @@ class LogicalMatrix:
         return sum(stop - start for start, stop in self.intervals)
 
     @property
+    def stored(self) -> tuple[int, int, bool]:
+        """Rows and columns as stored, and whether orientation transposes them."""
+        return (self.rows, self.columns, self.transposed)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(m, n) after orientation: the m rows are the rotated side."""
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)

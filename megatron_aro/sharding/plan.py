@@ -20,10 +20,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import overload
+from typing import NamedTuple, overload
 
 from megatron_aro.sharding.geometry import Part
 from megatron_aro.sharding.logical import Interval, LogicalMatrix
+
+# A chunk must be worth its launches: a collective moves 32 MiB in about the time that the kernels
+# of a batch take to launch.
+CHUNK_ELEMENTS = 8 << 20
+MOST_CHUNKS = 4
 
 Position = tuple[int, int]
 Run = tuple[int, int, Interval]  # data-parallel ranks [first, last + 1), what each of them holds
@@ -109,6 +114,15 @@ class Sharded:
         return m * n
 
 
+class Batch(NamedTuple):
+    """Matrices of one stored shape that their owner steps together."""
+
+    rows: int
+    columns: int
+    transposed: bool
+    members: tuple[int, ...]  # indices into the plan
+
+
 @dataclass(frozen=True)
 class Plan:
     """Who steps what.
@@ -117,6 +131,7 @@ class Plan:
         tp, dp: sizes of the grid.
         sharded: the matrices, in an order that all ranks share.
         owners: of each matrix.
+        chunk_of: of each matrix; the matrices of a chunk travel together.
         loads: predicted cost of each position, [tp][dp], in the cost function's unit.
     """
 
@@ -124,35 +139,63 @@ class Plan:
     dp: int
     sharded: tuple[Sharded, ...]
     owners: tuple[Position, ...]
+    chunk_of: tuple[int, ...]
     loads: tuple[tuple[float, ...], ...]
+
+    @property
+    def chunks(self) -> int:
+        return max(self.chunk_of, default=0) + 1
 
     def owned(self, position: Position) -> list[int]:
         """Indices of the matrices that a position steps."""
         return [i for i, owner in enumerate(self.owners) if owner == position]
 
-    def batches(self, indices: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """Indices grouped by oriented shape, in order: a group is stepped as one batch."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for i in indices:
-            groups.setdefault(self.sharded[i].matrix.shape, []).append(i)
-        return list(groups.items())
+    def batches(
+        self, position: Position, chunk: int, at_most: Callable[[int, int], int]
+    ) -> list[Batch]:
+        """What a position steps of a chunk.
 
-    def gathered(self, t: int, d: int) -> list[int]:
+        Args:
+            at_most: how many matrices of an oriented shape (m, n) may be stepped at once.
+        """
+        groups: dict[tuple[int, int, bool], list[int]] = {}
+        for i in self.owned(position):
+            if self.chunk_of[i] == chunk:
+                groups.setdefault(self.sharded[i].matrix.stored, []).append(i)
+        found = []
+        for stored, members in groups.items():
+            size = at_most(*self.sharded[members[0]].matrix.shape)
+            found += [
+                Batch(*stored, tuple(members[first : first + size]))
+                for first in range(0, len(members), size)
+            ]
+        return found
+
+    def gathered(self, t: int, d: int, chunk: int) -> list[int]:
         """Indices of the matrices whose part t meets at (t, d) on its way to the owner."""
         return [
             i
             for i, (owner_t, owner_d) in enumerate(self.owners)
-            if owner_d == d and (owner_t == t or not self.sharded[i].replicated)
+            if owner_d == d
+            and self.chunk_of[i] == chunk
+            and (owner_t == t or not self.sharded[i].replicated)
         ]
 
-    def returned(self, d: int) -> list[int]:
+    def returned(self, d: int, chunk: int) -> list[int]:
         """Indices of the matrices whose update passes data-parallel rank d, at every t."""
-        return [i for i, (_, owner_d) in enumerate(self.owners) if owner_d == d]
+        return [
+            i
+            for i, (_, owner_d) in enumerate(self.owners)
+            if owner_d == d and self.chunk_of[i] == chunk
+        ]
 
     @property
     def replicates(self) -> bool:
         """Whether every data-parallel rank holds everything, so that updates go to all of them."""
-        return all(s.count(d) == s.numel for s in self.sharded for d in range(self.dp))
+        return all(
+            [run[:2] for run in s.holders()] == [(0, self.dp)] and s.count(0) == s.numel
+            for s in self.sharded
+        )
 
     @property
     def cuts(self) -> bool:
@@ -163,12 +206,16 @@ class Plan:
     def digest(self) -> str:
         """A hash that agrees between ranks exactly if their plans do."""
         return hashlib.sha256(
-            repr((self.tp, self.dp, self.sharded, self.owners)).encode()
+            repr((self.tp, self.dp, self.sharded, self.owners, self.chunk_of)).encode()
         ).hexdigest()
 
 
 def make_plan(
-    sharded: Sequence[Sharded], tp: int, dp: int, cost: Callable[[LogicalMatrix], float]
+    sharded: Sequence[Sharded],
+    tp: int,
+    dp: int,
+    cost: Callable[[LogicalMatrix], float],
+    loads: Sequence[Sequence[float]] | None = None,
 ) -> Plan:
     """Choose owners so that the slowest rank has little to do, then so that little moves.
 
@@ -179,29 +226,62 @@ def make_plan(
 
     Args:
         cost: of stepping a matrix, in any unit.
+        loads: what each position [tp][dp] has to do already, in the same unit.
     """
-    loads = [[0.0] * dp for _ in range(tp)]
+    loaded = [list(row) for row in loads] if loads else [[0.0] * dp for _ in range(tp)]
     owners: list[Position] = [(0, 0)] * len(sharded)
     costs = [cost(s.matrix) for s in sharded]
     # Every position by its load, for matrices that any rank may take. An entry whose load is not
     # the position's any more is out of date and dropped.
-    by_load = [(0.0, (t, d)) for t in range(tp) for d in range(dp)]
+    by_load = [(loaded[t][d], (t, d)) for t in range(tp) for d in range(dp)]
+    heapq.heapify(by_load)
     for i in sorted(range(len(sharded)), key=lambda i: (-costs[i], i)):
         runs = _candidates(sharded[i])
         if [run[:2] for run in runs] == [(0, dp)]:
-            while by_load[0][0] != loads[by_load[0][1][0]][by_load[0][1][1]]:
+            while by_load[0][0] != loaded[by_load[0][1][0]][by_load[0][1][1]]:
                 heapq.heappop(by_load)
             owners[i] = by_load[0][1]
         else:
             counts = {d: count for first, last, count in runs for d in range(first, last)}
             owners[i] = min(
                 ((t, d) for t in range(tp) for d in counts),
-                key=lambda p: (loads[p[0]][p[1]], -counts[p[1]], p),
+                key=lambda p: (loaded[p[0]][p[1]], -counts[p[1]], p),
             )
         t, d = owners[i]
-        loads[t][d] += costs[i]
-        heapq.heappush(by_load, (loads[t][d], (t, d)))
-    return Plan(tp, dp, tuple(sharded), tuple(owners), tuple(map(tuple, loads)))
+        loaded[t][d] += costs[i]
+        heapq.heappush(by_load, (loaded[t][d], (t, d)))
+    chunk_of = _chunks(sharded, owners, costs)
+    return Plan(tp, dp, tuple(sharded), tuple(owners), chunk_of, tuple(map(tuple, loaded)))
+
+
+def _chunks(
+    sharded: Sequence[Sharded], owners: Sequence[Position], costs: Sequence[float]
+) -> tuple[int, ...]:
+    """Cut what each owner does into equal chunks, so that one travels while another is stepped.
+
+    As many as the busiest traveller's bytes are worth, the same number for all. Within an owner
+    matrices of a stored shape stay together as far as they can, in batches.
+    """
+    of_owner: dict[Position, list[int]] = {}
+    travelling: dict[Position, int] = {}
+    for i, (s, (t, d)) in enumerate(zip(sharded, owners, strict=True)):
+        of_owner.setdefault((t, d), []).append(i)
+        moved = s.numel - sum(length for _, _, length in s.segments(t, d))
+        replicas = len(s.held)
+        if replicas > 1 and s.count(d) == s.numel == s.count((d + 1) % replicas):
+            moved += s.numel  # its update goes to all of them
+        travelling[t, d] = travelling.get((t, d), 0) + moved
+    count = min(MOST_CHUNKS, 1 + max(travelling.values(), default=0) // CHUNK_ELEMENTS)
+    chunk_of = [0] * len(sharded)
+    for members in of_owner.values():
+        members.sort(key=lambda i: (sharded[i].matrix.stored, i))
+        total = sum(costs[i] for i in members)
+        done = 0.0
+        for i in members:
+            middle = (done + costs[i] / 2) / total if total else 0.0
+            chunk_of[i] = min(count - 1, int(count * middle))
+            done += costs[i]
+    return tuple(chunk_of)
 
 
 def _candidates(s: Sharded) -> list[tuple[int, int, int]]:

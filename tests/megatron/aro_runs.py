@@ -58,7 +58,7 @@ def _groups(wrapped: Any) -> Any:
 
 
 def train_recorded(argv: list[str]) -> dict[str, Any]:
-    """Train, stepping one matrix at a time, and record what this rank's part of ARO was given.
+    """Train, one matrix at a time and in chunks, and record what this rank's part of ARO was given.
 
     Returns:
         result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
@@ -68,12 +68,15 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
     import runs
 
     from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-    from megatron_aro.sharding.plan import Plan
+    from megatron_aro.sharding import plan
 
-    def singly(self: Plan, indices: list[int]) -> list:
-        return [(self.sharded[i].matrix.shape, [i]) for i in indices]
+    batches = plan.Plan.batches
 
-    Plan.batches = singly  # type: ignore[method-assign]
+    def singly(self: plan.Plan, position: plan.Position, chunk: int, at_most: Any) -> list:
+        return batches(self, position, chunk, lambda m, n: 1)
+
+    plan.Plan.batches = singly  # type: ignore[method-assign]
+    plan.CHUNK_ELEMENTS = 1
     seen: dict[int, dict[str, Any]] = {}
     original = MatrixOptimizer.step
 
@@ -85,7 +88,11 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
             {
                 "position": (exchange.t, exchange.d),
                 "sharded": exchange.plan.sharded,
-                "owned": [exchange.plan.sharded[i].matrix.name for i in exchange.owned],
+                "owned": [
+                    exchange.plan.sharded[i].matrix.name
+                    for i in exchange.plan.owned((exchange.t, exchange.d))
+                ],
+                "chunks": exchange.plan.chunks,
                 "weights": weights,
                 "steps": [],
             },
@@ -207,3 +214,24 @@ def train_unregistered(argv: list[str]) -> dict[str, torch.Tensor]:
     result = runs.train(argv)
     assert result.exit_status == 0
     return result.weights
+
+
+def predicted_memory(optimizer: Any) -> dict[str, int]:
+    """Bytes of a MatrixOptimizer on this rank: kept (rotation), and for a while in each step."""
+    from megatron_aro.sharding.cost import rotation_bytes, workspace_bytes
+    from megatron_aro.sharding.traffic import traffic
+
+    exchange = optimizer._exchange
+    plan, (t, d) = exchange.plan, (exchange.t, exchange.d)
+    owned = [plan.sharded[i] for i in plan.owned((t, d))]
+    batches = [stepped.batch.members for stepped in optimizer._stepped()]
+    shapes = [plan.sharded[members[0]].matrix.shape for members in batches]
+    return {
+        "rotation": sum(rotation_bytes(*s.matrix.shape) for s in owned),
+        "gathered": sum(4 * s.numel for s in owned),
+        "exchange": traffic(plan)[t][d].buffers(4),
+        "workspace": max(
+            (len(x) * workspace_bytes(*shape) for x, shape in zip(batches, shapes, strict=True)),
+            default=0,
+        ),
+    }

@@ -161,7 +161,7 @@ def make_exchange(matching: bool) -> str:
     matrix = LogicalMatrix("w", "w", ((0, 2),), 3, False)
     sharded = Sharded(matrix, parts(matrix, Layout(2, 1, None)), True, ((0, 6), (0, 6)))
     owner = 0 if matching else dist.get_rank()
-    plan = Plan(1, 2, (sharded,), ((0, owner),), ((0.0, 0.0),))
+    plan = Plan(1, 2, (sharded,), ((0, owner),), (0,), ((0.0, 0.0),))
     try:
         Exchange(plan, None, dist.group.WORLD, torch.device("cpu"))
     except RuntimeError as error:

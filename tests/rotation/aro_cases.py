@@ -12,7 +12,13 @@ import torch
 
 from megatron_aro import config as aro
 from megatron_aro.optimizer import ARO
-from megatron_aro.rotation import MatrixBatch, initial_rotation, second_moment_shape
+from megatron_aro.rotation import (
+    FALLBACK_RUNGS,
+    MatrixBatch,
+    initial_rotation,
+    new_fallback_counts,
+    second_moment_shape,
+)
 
 PROJECTIONS = get_args(aro.Projection)
 ROTATIONS = get_args(aro.Rotation)
@@ -54,7 +60,14 @@ def make_batch(momentum: torch.Tensor, config: aro.AROConfig) -> MatrixBatch:
     b, m, n = momentum.shape
     rotation = initial_rotation(b, m, n, dtype=momentum.dtype, device=momentum.device)
     moment = second_moment_shape(config, m, n)
-    return MatrixBatch(momentum, rotation, momentum.new_zeros(b, *moment) if moment else None)
+    second = momentum.new_zeros(b, *moment) if moment else None
+    return MatrixBatch(momentum, rotation, new_fallback_counts(b, momentum.device), second)
+
+
+def counts_by_rung(batches: list[MatrixBatch]) -> dict[str, int]:
+    """The fall-backs of all matrices together."""
+    total = sum(batch.fallbacks.sum(dim=0).cpu() for batch in batches)
+    return dict(zip(FALLBACK_RUNGS, total.tolist(), strict=True))
 
 
 def hard_inputs(m: int, n: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from aro_cases import (
     ROTATIONS,
     SETTINGS,
     SHAPES,
+    counts_by_rung,
     golden_results,
     hard_inputs,
     make_batch,
@@ -20,7 +21,7 @@ from aro_cases import (
 
 from megatron_aro.config import AROConfig
 from megatron_aro.optimizer import ARO
-from megatron_aro.rotation import FALLBACK_RUNGS, compute_updates, new_fallback_counts
+from megatron_aro.rotation import compute_updates
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +29,8 @@ pytestmark = pytest.mark.gpu
 def step(momenta: list[torch.Tensor], config: AROConfig):
     """Updates, batches and counts of one call on fresh state."""
     batches = [make_batch(momentum, config) for momentum in momenta]
-    fallbacks = new_fallback_counts("cuda")
-    updates = compute_updates(batches, config, fallbacks)
-    return updates, batches, dict(zip(FALLBACK_RUNGS, fallbacks.tolist(), strict=True))
+    updates = compute_updates(batches, config)
+    return updates, batches, counts_by_rung(batches)
 
 
 def cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_float32_is_float64(projection, rotation, shape):
     """
     config = AROConfig(projection=projection, rotation=rotation)
     momentum = normal(4, *shape, dtype=torch.float64)
-    expected = compute_updates([make_batch(momentum, config)], config, new_fallback_counts("cpu"))
+    expected = compute_updates([make_batch(momentum, config)], config)
     (update,), _, counts = step([momentum.float().cuda()], config)
     assert (1 - cosines(update.cpu(), expected[0])).max() < (1e-2 if rotation == "polar" else 1e-4)
     assert counts["householder"] == counts["kept"] == 0
@@ -109,13 +109,12 @@ def test_one_sync(rotation, qr):
     momenta = [hard_inputs(m, n).float().cuda() for m, n in SHAPES]
     step(momenta, config)  # handles and workspaces are made once
     batches = [make_batch(momentum, config) for momentum in momenta]
-    fallbacks = new_fallback_counts("cuda")
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            compute_updates(batches, config, fallbacks)
+            compute_updates(batches, config)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     syncs = [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]

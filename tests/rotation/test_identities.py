@@ -41,8 +41,8 @@ def one_step(momentum: torch.Tensor, r: torch.Tensor, **settings):
     config = AROConfig(**settings)
     moment = second_moment_shape(config, *momentum.shape[1:])
     second = momentum.new_ones(len(momentum), *moment) * 0.1 if moment else None
-    batch = MatrixBatch(momentum, r.clone(), second)
-    (update,) = compute_updates([batch], config, new_fallback_counts("cpu"))
+    batch = MatrixBatch(momentum, r.clone(), new_fallback_counts(len(momentum), "cpu"), second)
+    (update,) = compute_updates([batch], config)
     return update, batch.rotation
 
 

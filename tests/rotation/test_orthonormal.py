@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from aro_cases import counts_by_rung, make_batch
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import (
-    FALLBACK_RUNGS,
-    MatrixBatch,
-    compute_updates,
-    initial_rotation,
-    new_fallback_counts,
-)
+from megatron_aro.rotation import MatrixBatch, compute_updates, initial_rotation
 from megatron_aro.rotation.orthonormal import climb, first_attempt, householder
 from megatron_aro.rotation.policies import polar_factor
 
@@ -112,16 +107,9 @@ def test_not_finite():
         assert climb(a, AROConfig(qr=qr)).failed_b.tolist() == [False, True, False]
 
 
-def batch_with(momentum: torch.Tensor) -> MatrixBatch:
-    b, m, n = momentum.shape
-    rotation = initial_rotation(b, m, n, dtype=momentum.dtype, device="cpu")
-    return MatrixBatch(momentum, rotation)
-
-
 def counts_of(batches: list[MatrixBatch], config: AROConfig) -> tuple[list, dict[str, int]]:
-    fallbacks = new_fallback_counts("cpu")
-    updates = compute_updates(batches, config, fallbacks)
-    return updates, dict(zip(FALLBACK_RUNGS, fallbacks.tolist(), strict=True))
+    updates = compute_updates(batches, config)
+    return updates, counts_by_rung(batches)
 
 
 def test_only_the_bad_element_climbs():
@@ -137,7 +125,7 @@ def test_only_the_bad_element_climbs():
         bad[2] = with_singular_values(values, 16, 1, torch.float32)[0]
         if rung == "householder":
             bad[2, 1:] = 0  # rank one, exactly
-        runs = [[batch_with(x.clone()), batch_with(other.clone())] for x in (good, bad)]
+        runs = [[make_batch(y.clone(), config) for y in (x, other)] for x in (good, bad)]
         (expected, everyday), (updates, counts) = (counts_of(run, config) for run in runs)
         assert everyday == {"factorizations": 7, "extra_pass": 0, "householder": 0, "kept": 0}
         assert counts == {**everyday, rung: 1}
@@ -154,11 +142,12 @@ def test_only_the_bad_element_climbs():
 
 def test_kept():
     """A second moment that is not finite leaves nothing to orthonormalise: R stays, counted."""
-    batch = batch_with(with_singular_values(EVERYDAY, 16, 3, torch.float32))
-    batch.second_moment = torch.ones(3, 16, 16)
+    config = AROConfig(projection="adam")
+    batch = make_batch(with_singular_values(EVERYDAY, 16, 3, torch.float32), config)
+    batch.second_moment[:] = 1.0
     batch.second_moment[1] = float("nan")
     before = batch.rotation.clone()
-    (update,), counts = counts_of([batch], AROConfig(projection="adam"))
+    (update,), counts = counts_of([batch], config)
     assert counts["kept"] == counts["householder"] == 1
     assert torch.equal(batch.rotation[1], before[1]) and (update[1] == 0).all()
     assert (update[0] != 0).any() and not torch.equal(batch.rotation[0], before[0])

@@ -4,14 +4,10 @@ import itertools
 
 import pytest
 import torch
+from aro_cases import make_batch
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import (
-    MatrixBatch,
-    compute_updates,
-    initial_rotation,
-    new_fallback_counts,
-)
+from megatron_aro.rotation import compute_updates
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
 
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
@@ -78,9 +74,8 @@ def pristine():
 
 def step() -> torch.Tensor:
     momentum = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
-    rotation = initial_rotation(2, 5, 9, dtype=momentum.dtype, device="cpu")
     config = AROConfig(precision="tf32")
-    return compute_updates([MatrixBatch(momentum, rotation)], config, new_fallback_counts("cpu"))[0]
+    return compute_updates([make_batch(momentum, config)], config)[0]
 
 
 @pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS.keys())

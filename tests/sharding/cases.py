@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 
+from megatron_aro.sharding import plan as plan_module
 from megatron_aro.sharding.geometry import Layout, parts
 from megatron_aro.sharding.logical import Interval, LogicalMatrix, stacked
 from megatron_aro.sharding.plan import Plan, Position, Sharded, make_plan
@@ -102,6 +105,7 @@ class Grid:
     sharded: tuple[Sharded, ...]
     of: tuple[int, ...]  # index into `stored` of each matrix's parameter
     plan: Plan
+    chunk: int  # elements
 
     @property
     def positions(self) -> list[Position]:
@@ -112,6 +116,7 @@ class Grid:
 def grids(draw: st.DrawFn, replicated: bool | None = None) -> Grid:
     """Up to four parameters on up to 4 x 4 positions; `replicated`: over data parallelism."""
     tp, dp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 4))
+    chunk = draw(st.sampled_from([4, plan_module.CHUNK_ELEMENTS]))
     everywhere = draw(st.booleans()) if replicated is None else replicated
     held_by: list[Stored] = []
     sharded: list[Sharded] = []
@@ -123,7 +128,15 @@ def grids(draw: st.DrawFn, replicated: bool | None = None) -> Grid:
         held_by.append(parameter)
         sharded += found
         of += [number] * len(found)
-    return Grid(tuple(held_by), tuple(sharded), tuple(of), make_plan(sharded, tp, dp, work))
+    plan = planned(sharded, tp, dp, chunk)
+    return Grid(tuple(held_by), tuple(sharded), tuple(of), plan, chunk)
+
+
+def planned(sharded: Sequence[Sharded], tp: int, dp: int, chunk: int) -> Plan:
+    """The plan with chunks of another size, so that few elements make several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "CHUNK_ELEMENTS", chunk)
+        return make_plan(sharded, tp, dp, work)
 
 
 def work(matrix: LogicalMatrix) -> float:

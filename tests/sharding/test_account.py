@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 
 import pytest
 import torch
 from cases import Grid, grids
 from hypothesis import given, settings
+from peak import Peak
 from test_exchange import Ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
@@ -20,7 +19,7 @@ from megatron_aro.rotation import (
     initial_rotation,
     new_fallback_counts,
 )
-from megatron_aro.sharding.account import Figures, Run, _add_exchange, _add_replicas, account
+from megatron_aro.sharding.account import Figures, Run, account
 from megatron_aro.sharding.cost import (
     H100,
     Rates,
@@ -31,6 +30,7 @@ from megatron_aro.sharding.cost import (
 )
 from megatron_aro.sharding.gpt import GPT, Split, even_pipeline
 from megatron_aro.sharding.logical import LogicalMatrix
+from megatron_aro.sharding.traffic import traffic
 
 QWEN = GPT(
     layers=36,
@@ -103,9 +103,7 @@ def test_the_recipes_have_the_known_sizes() -> None:
 def test_bytes_are_those_of_the_exchange(grid: Grid) -> None:
     """Counted from the messages of the exchange that is carried out, both directions."""
     size = 4
-    figures = [[Figures() for _ in range(grid.plan.dp)] for _ in range(grid.plan.tp)]
-    add = _add_replicas if grid.plan.replicates else _add_exchange
-    add(grid.plan, figures, size)
+    predicted = traffic(grid.plan)
     sent = {p: [0, 0] for p in grid.positions}
     received = {p: [0, 0] for p in grid.positions}
 
@@ -126,9 +124,9 @@ def test_bytes_are_those_of_the_exchange(grid: Grid) -> None:
                     back = sum(length for _, _, length in s.segments(t, d))
                     count(0, (t, home), (t, d), back)
     for t, d in grid.positions:
-        figure = figures[t][d]
-        assert [figure.dp_sent, figure.tp_sent] == sent[t, d]
-        assert [figure.dp_received, figure.tp_received] == received[t, d]
+        moved = predicted[t][d]
+        assert [moved.sent("data", size), moved.sent("tensor", size)] == sent[t, d]
+        assert [moved.received("data", size), moved.received("tensor", size)] == received[t, d]
 
 
 def test_boundary_only_gathering_moves_little() -> None:
@@ -206,26 +204,6 @@ def test_rates_reproduce_what_was_measured(
         assert count * one_pass == pytest.approx(expected, rel=0.03)
 
 
-class Peak(TorchDispatchMode):
-    """Bytes of the tensors that torch makes, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage._cdata)
-                    self.bytes = max(self.bytes, sum(self.live.values()))
-        return out
-
-
 @pytest.mark.parametrize(("m", "n"), [(128, 512), (128, 128), (512, 128), (256, 160)])
 def test_workspace_is_what_a_step_takes(m: int, n: int) -> None:
     """Against the tensors that `compute_updates` really makes, within 1%."""
@@ -234,11 +212,11 @@ def test_workspace_is_what_a_step_takes(m: int, n: int) -> None:
     left, right = (torch.linalg.qr(torch.randn(size, k)).Q for size in (m, n))
     momentum = (left * torch.linspace(1.0, 0.3, k) @ right.T)[None].contiguous()
     rotation = initial_rotation(1, m, n, dtype=torch.float32, device="cpu")
-    fallbacks = new_fallback_counts("cpu")
+    batch = MatrixBatch(momentum, rotation, new_fallback_counts(1, "cpu"))
     with Peak() as peak:
-        compute_updates([MatrixBatch(momentum, rotation)], AROConfig(), fallbacks)
-    assert fallbacks.tolist() == [1, 0, 0, 0]
-    assert peak.bytes + 4 * m * n == pytest.approx(workspace_bytes(m, n), rel=0.01)
+        compute_updates([batch], AROConfig())
+    assert batch.fallbacks.tolist() == [[1, 0, 0, 0]]
+    assert peak.bytes == pytest.approx(workspace_bytes(m, n), rel=0.01)
 
 
 def test_seconds_grow_with_work_and_fall_with_rates() -> None:

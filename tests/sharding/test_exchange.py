@@ -12,11 +12,16 @@ from collections.abc import Callable
 from cases import Grid, grids
 from hypothesis import given, settings
 
-from megatron_aro.sharding.plan import Position
+from megatron_aro.sharding.plan import Plan, Position
 
 # (matrix, first element in the part, values)
 Message = list[tuple[int, int, list[int]]]
 Messages = dict[tuple[Position, Position], Message]
+
+
+def gathered(plan: Plan, t: int, d: int) -> list[int]:
+    """Over all chunks, in their order."""
+    return [i for chunk in range(plan.chunks) for i in plan.gathered(t, d, chunk)]
 
 
 class Ranks:
@@ -59,7 +64,7 @@ class Ranks:
         if self.plan.replicates:
             return {}
         return {
-            (t, to): [piece for i in self.plan.gathered(t, to) for piece in self.mine(i, t, d)]
+            (t, to): [piece for i in gathered(self.plan, t, to) for piece in self.mine(i, t, d)]
             for to in range(self.plan.dp)
             if to != d
         }
@@ -71,7 +76,7 @@ class Ranks:
         return {
             (t, sender): [
                 (i, first, length)
-                for i in self.plan.gathered(t, d)
+                for i in gathered(self.plan, t, d)
                 for first, _, length in self.grid.sharded[i].segments(t, sender)
             ]
             for sender in range(self.plan.dp)
@@ -85,22 +90,22 @@ class Ranks:
             for sender in self.grid.positions
             for to, message in self.sent_over_data(*sender).items()
         }
-        gathered: dict[tuple[Position, int], list[int | None]] = {}
+        met: dict[tuple[Position, int], list[int | None]] = {}
         for t, d in self.grid.positions:
-            for i in self.plan.gathered(t, d):
+            for i in gathered(self.plan, t, d):
                 part: list[int | None] = [None] * self.grid.sharded[i].parts[t].numel
                 received = [over_data.get(((t, s), (t, d)), []) for s in range(self.plan.dp)]
                 pieces = [p for message in received for p in message if p[0] == i]
                 for _, first, values in [*pieces, *self.mine(i, t, d)]:
                     part[first : first + len(values)] = values
-                gathered[(t, d), i] = part
+                met[(t, d), i] = part
         over_tensor: Messages = {}
         whole = {}
         for i, (owner, s) in enumerate(zip(self.plan.owners, self.grid.sharded, strict=True)):
             sources = [owner[0]] if s.replicated else range(self.plan.tp)
             rows: list[list] = [[None] * s.matrix.columns for _ in range(s.matrix.rows)]
             for t in sources:
-                part = gathered.pop(((t, owner[1]), i))
+                part = met.pop(((t, owner[1]), i))
                 if t != owner[0]:
                     over_tensor.setdefault(((t, owner[1]), owner), []).append((i, 0, part))
                 left, right = s.parts[t].columns
@@ -108,7 +113,7 @@ class Ranks:
                     cut = part[number * (right - left) : (number + 1) * (right - left)]
                     rows[row][left:right] = cut
             whole[i] = rows
-        assert not gathered, "a part was gathered that no owner steps"
+        assert not met, "a part was gathered that no owner steps"
         return over_data, over_tensor, whole
 
     def scatter(self, whole: dict[int, list[list[int]]]) -> dict[Position, dict[int, list]]:
@@ -118,7 +123,7 @@ class Ranks:
             for position, of in self.held.items()
         }
         for d in range(self.plan.dp):
-            for i in self.plan.returned(d):
+            for i in (i for c in range(self.plan.chunks) for i in self.plan.returned(d, c)):
                 s = self.grid.sharded[i]
                 for t, part in enumerate(s.parts):
                     rows = whole[i][slice(*part.rows)]

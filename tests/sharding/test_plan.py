@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections import Counter
 
 import pytest
-from cases import Grid, Stored, grids, parameters, ranges, stored, work
+from cases import Grid, Stored, grids, parameters, planned, ranges, stored, work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_aro.sharding import plan as plan_module
 from megatron_aro.sharding.geometry import Layout, parts
 from megatron_aro.sharding.logical import LogicalMatrix
 from megatron_aro.sharding.plan import Held, Plan, Sharded, make_plan
@@ -96,11 +98,57 @@ def test_views_of_a_plan_agree(grid: Grid) -> None:
     for (t, d), indices in owned.items():
         load = sum(work(grid.sharded[i].matrix) for i in indices)
         assert plan.loads[t][d] == pytest.approx(load)
-        for i in plan.gathered(t, d):
-            assert plan.owners[i][1] == d
-            assert plan.owners[i][0] == t or not grid.sharded[i].replicated
+        for chunk in range(plan.chunks):
+            for i in plan.gathered(t, d, chunk):
+                assert plan.owners[i][1] == d and plan.chunk_of[i] == chunk
+                assert plan.owners[i][0] == t or not grid.sharded[i].replicated
     for d in range(plan.dp):
-        assert set(plan.returned(d)) == {i for t in range(plan.tp) for i in owned[t, d]}
+        returned = [i for chunk in range(plan.chunks) for i in plan.returned(d, chunk)]
+        assert sorted(returned) == sorted(i for t in range(plan.tp) for i in owned[t, d])
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(grids(), st.integers(1, 3))
+def test_batches_are_what_an_owner_steps(grid: Grid, most: int) -> None:
+    """Each owned matrix is in one batch of its stored shape and chunk, of the size allowed."""
+    for position in grid.positions:
+        seen = []
+        for chunk in range(grid.plan.chunks):
+            for batch in grid.plan.batches(position, chunk, lambda m, n: most):
+                assert 1 <= len(batch.members) <= most
+                for i in batch.members:
+                    assert grid.sharded[i].matrix.stored == batch[:3]
+                    assert grid.plan.chunk_of[i] == chunk
+                seen += batch.members
+        assert sorted(seen) == grid.plan.owned(position)
+
+
+def test_chunks_share_the_work_of_each_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shares up to a matrix, as many chunks as the traffic is worth, four at most."""
+    sharded = anywhere([1] * 40, 1, 2)
+    assert make_plan(sharded, 1, 2, size_of).chunks == 1
+    monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 1)
+    plan = make_plan(sharded, 1, 2, size_of)
+    assert plan.chunks == plan_module.MOST_CHUNKS == 4
+    for d in range(2):
+        counts = Counter(plan.chunk_of[i] for i in plan.owned((0, d)))
+        assert set(counts.values()) == {5}
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    st.lists(st.integers(0, 30), min_size=4, max_size=4),
+)
+def test_what_ranks_have_to_do_already_counts(sizes: list[int], before: list[int]) -> None:
+    """Loads begin there: the slowest has the mean and a matrix more at most, or what it had."""
+    loads = [[float(x) for x in before]]
+    plan = make_plan(anywhere(sizes, 1, 4), 1, 4, size_of, loads)
+    for d, load in enumerate(plan.loads[0]):
+        owned = [size_of(plan.sharded[i].matrix) for i in plan.owned((0, d))]
+        assert load == loads[0][d] + sum(owned)
+    mean = (sum(sizes) + sum(loads[0])) / 4
+    assert max(plan.loads[0]) <= max(mean + max(sizes), *loads[0])
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -179,7 +227,7 @@ def test_equal_loads_go_to_the_rank_that_holds_most() -> None:
 def test_plans_are_deterministic(grid: Grid) -> None:
     """The same input gives the same plan and digest, from equal objects made anew."""
     copies = [dataclasses.replace(s, matrix=dataclasses.replace(s.matrix)) for s in grid.sharded]
-    again = make_plan(copies, grid.plan.tp, grid.plan.dp, work)
+    again = planned(copies, grid.plan.tp, grid.plan.dp, grid.chunk)
     assert again == grid.plan and again.digest() == grid.plan.digest()
 
 
