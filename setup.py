@@ -16,7 +16,7 @@ README = HERE / "README.md"
 
 MUON = ["emerging-optimizers>=0.3,<0.5"]
 QUICKSTART = ["matplotlib"]
-TEST = ["pytest", "hypothesis", "ruff", "mypy"]
+TEST = ["pytest", "hypothesis", "ruff", "mypy", "einops"]  # Megatron's, for optimizer instances
 
 setup(
     name="megatron-aro",

@@ -83,6 +83,10 @@ def test_the_table_names_every_figure() -> None:
             "--aro-param-layout whole without --use-distributed-optimizer",
         ),
         (["--world-size", "8", "--", "--num-layers", "2"], "hidden_size"),
+        (
+            ["--world-size", "8", "--", *QWEN, "--num-distributed-optimizer-instances", "2"],
+            "plan one, with its share of --world-size",
+        ),
         (["--world-size", "0", "--", *QWEN], "at least 1"),
     ],
 )

@@ -34,8 +34,6 @@ def test_files_that_it_names_exist(path):
 def test_what_is_refused_is_said(refusal):
     """Each refusal of the code has its words in the README."""
     words = {
-        "--context-parallel-size": "context parallelism",
-        "--num-distributed-optimizer-instances": "several distributed-optimizer instances",
         "--fp16": "fp16",
         "--use-megatron-fsdp": "FSDP",
         "--use-torch-fsdp2": "FSDP",

@@ -133,6 +133,11 @@ def parse(flags: Sequence[str], world_size: int) -> tuple[argparse.Namespace, An
         for name, flag in _UNKNOWN.items():
             if getattr(args, name, None):
                 raise ValueError(f"megatron-aro plan does not know the parameters under {flag}.")
+        if args.num_distributed_optimizer_instances > 1:
+            raise ValueError(
+                "Every instance of the distributed optimizer steps alike: plan one, with its share "
+                "of --world-size and without --num-distributed-optimizer-instances."
+            )
         if args.vocab_size is None:
             raise ValueError("Give --vocab-size: no tokenizer is loaded here.")
         vars(args).update(dict.fromkeys(_KERNELS, False))

@@ -16,7 +16,8 @@ class Grid:
     Attributes:
         ranks: of the whole grid, in the world, by position [tensor][data].
         tensor, data: the ranks over which a parameter is cut, and over which it is replicated or
-            its flat buffers are.
+            its flat buffers are. Of several distributed-optimizer instances, this rank's.
+        instance: which of them that is.
         data_gloo: `data` over gloo, for checkpoints, where Megatron made it.
         model: over which gradient statistics of replicated parameters are summed.
         statistics: over which those of the distributed optimizer are.
@@ -30,6 +31,7 @@ class Grid:
     data_gloo: dist.ProcessGroup | None
     model: dist.ProcessGroup
     statistics: dist.ProcessGroup
+    instance: int
     checkpoint_index: int
     buffers: str
 
@@ -42,6 +44,8 @@ def make_grids(
         pg_collection, model_chunks, use_gloo
     )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    instances = found["inter_dist_opt_group"]
+    instance = 0 if instances is None else get_pg_rank(instances)
     experts = found["expt_tp_pp_with_egtp_remat_group"]
     return {
         False: Grid(
@@ -51,6 +55,7 @@ def make_grids(
             data_gloo=found["intra_dp_cp_group_gloo"],
             model=found["mp_group"],
             statistics=found["intra_dist_opt_group"],
+            instance=instance,
             checkpoint_index=get_pg_rank(found["mp_group"]),
             buffers="buffers",
         ),
@@ -61,6 +66,7 @@ def make_grids(
             data_gloo=found["intra_expt_dp_group_gloo"],
             model=experts,
             statistics=found["intra_dist_opt_group"],
+            instance=instance,
             checkpoint_index=get_pg_rank(experts),
             buffers="expert_parallel_buffers",
         ),

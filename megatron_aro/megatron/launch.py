@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_aro.megatron import cpu_mode
 
@@ -28,6 +31,12 @@ _REFUSALS = (
 # Of these, torch raises some on values that Megatron handed on: a dropout of 2, say.
 _OF_VALUES = (ValueError, AssertionError, TypeError, ZeroDivisionError)
 _TRAINING = {"train", "evaluate", "evaluate_and_print_results", "save_checkpoint_and_time"}
+# What gloo and NCCL say of a rank that has gone, or does not answer in time.
+_LOST = re.compile(
+    r"(gloo|NCCL|TCPStore).*(connection (closed|reset|refused)|tim(ed |e)out|remote process)"
+    r"|timeout.*NCCL",
+    re.IGNORECASE | re.DOTALL,
+)
 # So long the other ranks wait for rank 0 to speak: torchrun ends them well before.
 _RANK_0_SPEAKS_S = 3.0
 
@@ -56,8 +65,10 @@ def reported(run: Callable[[], None]) -> int:
     """
     try:
         run()
-    except _REFUSALS as error:
-        if os.environ.get(TRACEBACK) == "1" or not _is_refusal(error):
+    except Exception as error:
+        refusal = isinstance(error, _REFUSALS) and _is_refusal(error)
+        if os.environ.get(TRACEBACK) == "1" or not refusal:
+            _announce(error)
             raise
         _report(error)
         return CONFIGURATION_ERROR
@@ -75,6 +86,9 @@ def refused(run: Callable[[], Any]) -> int:
             raise
         _report(error)
         return CONFIGURATION_ERROR
+    except Exception as error:
+        _announce(error)
+        raise
     return 0
 
 
@@ -91,6 +105,40 @@ def _is_refusal(error: Exception) -> bool:
     package = frames[-1][0].partition(".")[0]
     ours = "pretrain" not in training or package in ("megatron", "megatron_aro")
     return ours or isinstance(error, _OF_VALUES)
+
+
+def _announce(error: Exception) -> None:
+    """One sentence before the traceback, by which to find the rank that failed first.
+
+    Over NCCL a rank that waits for one that died is ended by torch's watchdog after
+    --distributed-timeout-minutes, with its own message; no Python runs then.
+    """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    rank, place = dist.get_rank(), _place(error)
+    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+        said = (
+            f"rank {rank} lost contact with other ranks {place}: the log of the rank that failed "
+            "first says why."
+        )
+    else:
+        name = type(error).__name__
+        said = f"rank {rank} failed {place} ({name}); ranks that wait for it lose contact."
+    print(f"error: {said}", file=sys.stderr, flush=True)
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, frames of torch and of the CPU mode in its place aside."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    if any(module.startswith("megatron_aro.runtime.") for module, _, _ in frames):
+        return "in ARO's step"
+    collectives = re.compile(r"(torch|contextlib|megatron_aro\.megatron\.cpu_mode)(\.|$)")
+    outside = [frame for frame in frames if not collectives.match(frame[0])]
+    _, code, line = (outside or frames)[-1]
+    return f"in {code.co_name} ({Path(code.co_filename).name}, line {line})"
 
 
 def _report(error: Exception) -> None:

@@ -312,7 +312,7 @@ def _wrap(
             data_parallel_group=grid.data,
             data_parallel_group_gloo=grid.data_gloo,
             data_parallel_group_idx=grid.checkpoint_index,
-            distributed_optimizer_instance_id=0,
+            distributed_optimizer_instance_id=grid.instance,
         )
         wrapped.grad_stats_parallel_group = grid.statistics
     elif config.bf16:

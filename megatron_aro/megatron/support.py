@@ -41,10 +41,6 @@ class Refusal(NamedTuple):
     way_out: str
 
 
-def _larger_than_one(name: str) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, None) or 1) > 1
-
-
 def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
@@ -54,18 +50,6 @@ def _data_parallel(args: Any) -> int:
 
 
 _REFUSALS = (
-    Refusal(
-        "--context-parallel-size",
-        _larger_than_one("context_parallel_size"),
-        "ARO is not tested with it yet",
-        "use 1",
-    ),
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        _larger_than_one("num_distributed_optimizer_instances"),
-        "ARO gathers matrices within one instance only",
-        "use 1",
-    ),
     Refusal(
         "--aro-param-layout whole without --use-distributed-optimizer",
         lambda args: args.aro_param_layout == "whole" and not args.use_distributed_optimizer,
@@ -260,6 +244,7 @@ _LAYOUT = (
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
     "aro_param_layout",
+    "num_distributed_optimizer_instances",
 )
 
 

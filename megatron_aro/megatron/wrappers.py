@@ -41,8 +41,10 @@ class _WithRotations:
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
         rotations = self.optimizer.rotation_state()  # type: ignore[attr-defined]
+        # Instances of the distributed optimizer have copies.
+        copy = getattr(self, "distributed_optimizer_instance_id", 0)
         state[_KEY] = {
-            name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor)
+            name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor, replica_id=copy)
             for name, tensor in rotations.items()
         }
         return state

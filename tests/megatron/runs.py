@@ -124,6 +124,8 @@ def _weights(model: list) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
                 name = re.sub(pattern, number, name)
             weights[name] = parameter.detach().clone()
             shards[name] = _shard(parameter)
+            if chunk.config.gated_linear_unit and ".experts.linear_fc1.weight" in name:
+                shards[name].stride = 2  # gate and up, of which transformer-engine says nothing
     return weights, shards
 
 
@@ -138,11 +140,13 @@ def _global_names(chunk: torch.nn.Module) -> list[tuple[str, str]]:
             renamed.append((rf"^{re.escape(name)}\.", new))
     offset = 0
     for module in chunk.modules():
-        if hasattr(module, "local_experts"):
-            offset = mpu.get_expert_model_parallel_rank() * len(module.local_experts)
-            for local in range(len(module.local_experts)):
+        if hasattr(module, "num_local_experts") and hasattr(module, "ep_group"):
+            offset = mpu.get_expert_model_parallel_rank() * module.num_local_experts
+            for local in range(module.num_local_experts):
                 new = f".@local_experts.{local + offset}."
                 renamed.append((rf"\.local_experts\.{local}\.", new))
+                new = rf"\1@weight{local + offset}"  # transformer-engine's grouped experts
+                renamed.append((rf"(\.experts\.linear_fc[12]\.)weight{local}$", new))
             break
     # The @ keeps a renamed part from being renamed again.
     return [*renamed, ("@", "")]

@@ -158,10 +158,8 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     "flags",
     [
         ("--fp16",),
-        ("--context-parallel-size", "2"),
         ("--aro-param-layout", "whole"),
         ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
-        ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     ],
 )
 def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):

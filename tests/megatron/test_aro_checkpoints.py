@@ -15,6 +15,8 @@ RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
 # Three ranks and an odd width: the buckets of both optimizers are padded.
@@ -33,6 +35,10 @@ CASES = {
         3,
         [*GATED, *DISTRIBUTED, *PADDED, *RESHARDABLE],
     ),
+    "distributed, two instances": (4, [*GATED, *INSTANCES]),
+    "distributed, two instances, fully reshardable": (4, [*GATED, *INSTANCES, *RESHARDABLE]),
+    "PP 2 x DP 2, two instances": (4, [*GATED, *PP2, *INSTANCES]),
+    "EP 2, two instances": (4, [*MOE, *EP2, *INSTANCES]),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),
@@ -40,6 +46,10 @@ CASES = {
     "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "PP 2 x DP 2, replicated": (4, [*GATED, *PP2]),
+    "experts, replicated": (2, MOE),
+    "EP 2 x DP 2, fully reshardable": (4, [*MOE, *EP2, *DISTRIBUTED, *RESHARDABLE]),
+    "EP 2 x DP 2, replicated": (4, [*MOE, *EP2]),
+    "CP 2 x TP 2": (4, [*GATED, *CP2, *TP2, *DISTRIBUTED]),
     "EP 2 x DP 2": (4, [*MOE, *EP2, *DISTRIBUTED]),
 }
 

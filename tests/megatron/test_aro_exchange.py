@@ -15,6 +15,7 @@ from pool import Pool
 from runs import TINY
 
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 
 
@@ -94,16 +95,17 @@ def test_the_number_of_collectives_does_not_depend_on_the_model(
     [
         (["--tp", "2"], [*GATED, *TP2, *DISTRIBUTED]),
         ([], [*GATED, *DISTRIBUTED]),
+        (["--cp", "2", "--tp", "2"], [*GATED, *CP2, *TP2, *DISTRIBUTED]),
         (["--ep", "2"], [*MOE, *EP2, *DISTRIBUTED]),
     ],
-    ids=["TP 2 x DP 2", "DP 4", "EP 2 x DP 2"],
+    ids=["TP 2 x DP 2", "DP 4", "CP 2 x TP 2", "EP 2 x DP 2"],
 )
 def test_bytes_are_those_that_the_plan_command_predicts(
     pool: Pool, sizes: list[str], flags: list[str]
 ) -> None:
     """Each rank sends over DP and over TP what `megatron-aro plan` says, float32, both ways."""
     model = [flag for flag in (*TINY, *flags) if flag != "--sequence-parallel"]
-    for unwanted in ("--tensor-model-parallel-size", "--expert-model-parallel-size"):
+    for unwanted in (TP2[0], CP2[0], EP2[0]):
         if unwanted in model:
             at = model.index(unwanted)
             del model[at : at + 2]

@@ -57,7 +57,9 @@ def rotated_side(name: str) -> str:
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
+INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
 DEEP = ["--num-layers", "4", *GATED]
 # (ranks, model, flags); TP 4 is more than the two query groups.
@@ -67,6 +69,8 @@ LAYOUTS = {
     "DP 2": (2, GATED, DISTRIBUTED),
     "DP 3": (3, GATED, [*DISTRIBUTED, "--global-batch-size", "6"]),
     "DP 4, overlap, small buckets": (4, GATED, [*DISTRIBUTED, *OVERLAP]),
+    "DP 4, two instances": (4, GATED, INSTANCES),
+    "DP 4, two instances, overlap, small buckets": (4, GATED, [*INSTANCES, *OVERLAP]),
     "TP 2": (2, GATED, TP2),
     "TP 4": (4, GATED, [*TP4, *DISTRIBUTED]),
     "TP 2 x DP 2": (4, GATED, [*TP2, *DISTRIBUTED]),
@@ -74,11 +78,20 @@ LAYOUTS = {
     "TP 2 x DP 2, overlap, small buckets": (4, GATED, [*TP2, *DISTRIBUTED, *OVERLAP]),
     "PP 2 x DP 2": (4, DEEP, [*PP2, *DISTRIBUTED]),
     "PP 2, virtual": (2, DEEP, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "PP 2 x DP 2, two instances": (4, DEEP, [*INSTANCES, *PP2]),
+    "TP 2 x DP 2, two instances": (4, GATED, [*INSTANCES, *TP2]),
     "PP 2 x TP 2": (4, DEEP, [*PP2, *TP2, *DISTRIBUTED]),
+    "CP 2": (2, GATED, [*CP2, *DISTRIBUTED]),
+    "CP 2 replicated": (2, GATED, CP2),
+    "CP 2 x DP 2": (4, GATED, [*CP2, *DISTRIBUTED]),
+    "CP 2 x DP 2 replicated": (4, GATED, CP2),
+    "CP 2 x TP 2": (4, GATED, [*CP2, *TP2, *DISTRIBUTED]),
     "experts": (1, MOE, []),
     "EP 2": (2, MOE, EP2),
     "EP 2 x DP 2": (4, MOE, [*EP2, *DISTRIBUTED]),
+    "EP 2 x DP 2, two instances": (4, MOE, [*INSTANCES, *EP2]),
     "EP 2 x DP 2 replicated": (4, MOE, EP2),
+    "EP 2 x CP 2": (4, MOE, [*EP2, *CP2, *DISTRIBUTED]),
     "EP 2, expert TP 2": (4, MOE, [*TP2, *EP2, *DISTRIBUTED]),
     "EP 2, TP 2, expert TP 1": (
         4,
@@ -92,15 +105,32 @@ LAYOUTS = {
 def test_every_layout_steps_as_the_single_process_optimizer(
     pool: Pool, world_size: int, model: list[str], flags: list[str]
 ) -> None:
+    """Split, orientation and shards as `check_steps` says, and every matrix there is."""
+    argv = [*ARO, *model, "--micro-batch-size", "1", *flags]
+    instances = 2 if flags[: len(INSTANCES)] == INSTANCES else 1
+    ranks = pool.run(world_size, train_recorded, argv)
+    names = check_steps(ranks, instances)
+    chunks = [optimizer["chunks"] for rank in ranks for optimizer in rank["optimizers"]]
+    assert TP2[0] not in flags or max(chunks) > 1
+    layers = 4 if model is DEEP else 2
+    assert len(names) == layers * (3 + 1 + 1 + 4 * 3 if model is MOE else 3 + 1 + 2 + 1)
+
+
+def check_steps(ranks: list[dict], instances: int = 1) -> set[str]:
     """From Megatron's own gradients, rates and decay, `megatron_aro.ARO` gives the same weights.
 
     The weights in the end are cut here by Megatron's views, so that a wrong split, orientation
     or shard shows. Equal to the bit where both step one matrix at a time: gathering and returning
     are copies. (In batches of other sizes products round differently, and where a momentum is
     nearly singular that decides a direction.)
+
+    Args:
+        ranks: what `train_recorded` returned on each.
+        instances: of the distributed optimizer.
+
+    Returns:
+        the names of the matrices.
     """
-    argv = [*ARO, *model, "--micro-batch-size", "1", *flags]
-    ranks = pool.run(world_size, train_recorded, argv)
     assert all(rank["result"].exit_status == 0 for rank in ranks)
     optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
     first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
@@ -109,11 +139,8 @@ def test_every_layout_steps_as_the_single_process_optimizer(
         for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
         for name, matrix in split(stored, weight).items()
     }
-    assert TP2[0] not in flags or any(optimizer["chunks"] > 1 for optimizer in optimizers)
     owned = [name for optimizer in optimizers for name in optimizer["owned"]]
-    assert sorted(owned) == sorted(first)  # each matrix has one owner in all the world
-    layers = 4 if model is DEEP else 2
-    assert len(first) == layers * (3 + 1 + 1 + 4 * 3 if model is MOE else 3 + 1 + 2 + 1)
+    assert sorted(owned) == sorted([*first] * instances)  # one owner in each
 
     parameters, reference = {}, {}
     for name, matrix in first.items():
@@ -137,6 +164,7 @@ def test_every_layout_steps_as_the_single_process_optimizer(
     # Megatron's schedule: one step of warm-up, then cosine from 1e-2.
     assert len(rates) == 5 and rates[0] == 0 and rates[1] == pytest.approx(1e-2)
     assert rates[1:] == sorted(rates[1:], reverse=True)
+    return set(first)
 
 
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
@@ -162,6 +190,16 @@ def test_the_distributed_optimizer_changes_nothing(pool: Pool) -> None:
         pool.run(2, train_recorded, [*argv, *flags])[0]["result"] for flags in ([], DISTRIBUTED)
     )
     assert same(replicated.weights, distributed.weights)
+
+
+def test_instances_of_the_distributed_optimizer_stay_alike(pool: Pool) -> None:
+    """Ranks 0 and 2, and 1 and 3, hold the same slices: nothing keeps them alike but equal sums."""
+    results = pool.train(4, [*ARO, *GATED, *INSTANCES], inspect=optimizer_state)
+    assert all(same(other.weights, results[0].weights) for other in results)
+    for one, other in (results[0], results[2]), (results[1], results[3]):
+        assert one.grad_norms == other.grad_norms
+        assert same(one.inspected, other.inspected)
+    assert not same(results[0].inspected, results[1].inspected)
 
 
 def test_two_runs_are_bit_identical(pool: Pool, one_process: TrainResult) -> None:

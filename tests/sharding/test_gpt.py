@@ -24,6 +24,7 @@ CASES = {
     "padding for bandwidth": (2, "--ddp-pad-buckets-for-high-nccl-busbw"),
     "gated, TP over groups": (4, f"{GATED} --tensor-model-parallel-size 4"),
     "biases, TP x DP": (4, "--tensor-model-parallel-size 2"),
+    "gated, CP x DP": (4, f"{GATED} --context-parallel-size 2"),
     "tied, PP x DP": (4, TWO + " --overlap-grad-reduce --ddp-bucket-size 3000"),
     "virtual PP": (2, f"{TWO} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2"),
     "uneven PP": (2, TWO + " --num-layers 5 --decoder-first-pipeline-num-layers 2"),
@@ -32,6 +33,7 @@ CASES = {
     "MoE": (2, MOE),
     "MoE, shared gate": (1, MOE + " --moe-shared-expert-gate"),
     "MoE, EP x DP": (4, MOE + " --expert-model-parallel-size 2"),
+    "MoE, EP x CP": (2, MOE + " --expert-model-parallel-size 2 --context-parallel-size 2"),
     "MoE, EP x expert TP": (
         4,
         MOE + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",

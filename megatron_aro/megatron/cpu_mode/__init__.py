@@ -1,9 +1,10 @@
 """Real Megatron without a GPU: unmodified megatron-core trains on the CPU over gloo.
 
-Four things stand between Megatron and a CPU, a file for each: it calls torch.cuda everywhere
+Five things stand between Megatron and a CPU, a file for each: it calls torch.cuda everywhere
 (`answers`), gloo refuses some collectives (`collectives`), some defaults are kernels that exist on
-a GPU only (`flags`), and torch's norm refuses sequence parallelism (`norm`). Where a GPU is there,
-none of it happens: `enable` returns before it touches anything.
+a GPU only (`flags`), torch's norm refuses sequence parallelism (`norm`), and Megatron's own core
+attention refuses context parallelism (`attention`). Where a GPU is there, none of it happens:
+`enable` returns before it touches anything.
 
 An entry calls `enable` first, and `prepare` with the user's flags.
 """
@@ -45,7 +46,7 @@ def enable() -> bool:
     # Megatron demands it for the order of kernels on a GPU when tensors or sequences are split.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-    for part in ("answers", "collectives", "norm"):
+    for part in ("answers", "collectives", "norm", "attention"):
         importlib.import_module(f"{__name__}.{part}").install()
     _active = True
     return True

@@ -41,7 +41,6 @@ _NEED_GPU = (
     _NeedsGpu("--distributed-backend", _is_not("gloo"), "use --distributed-backend gloo"),
     _NeedsGpu("--attention-backend", _is_not("local", "unfused", "auto"), "use unfused"),
     _NeedsGpu("--use-flash-attn", _always, _DROP),
-    _NeedsGpu("--context-parallel-size", _is_not("1"), "use --context-parallel-size 1"),
     _NeedsGpu("--multi-latent-attention", _always, _DROP),  # transformer-engine's attention
     _NeedsGpu("--moe-grouped-gemm", _always, "drop the flag: experts run one after another"),
     _NeedsGpu("--moe-permute-fusion", _always, _DROP),
