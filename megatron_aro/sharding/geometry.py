@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from megatron_aro.sharding.logical import Interval, LogicalMatrix
 
@@ -43,7 +45,12 @@ class Part:
     rows: Interval
     columns: Interval
 
-    @property
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each span, its first element in the part."""
+        return tuple(accumulate((stop - start for start, stop in self.spans[:-1]), initial=0))
+
+    @cached_property
     def numel(self) -> int:
         return sum(stop - start for start, stop in self.spans)
 

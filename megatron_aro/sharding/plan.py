@@ -19,7 +19,9 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, overload
 
 from megatron_aro.sharding.geometry import Part
@@ -29,6 +31,8 @@ from megatron_aro.sharding.logical import Interval, LogicalMatrix
 # of a batch take to launch.
 CHUNK_ELEMENTS = 8 << 20
 MOST_CHUNKS = 4
+
+_start = itemgetter(0)
 
 Position = tuple[int, int]
 Run = tuple[int, int, Interval]  # data-parallel ranks [first, last + 1), what each of them holds
@@ -58,7 +62,7 @@ class Held(Sequence[Interval]):
             return tuple(self[i] for i in range(*d.indices(self.size)))
         if not 0 <= d < self.size:
             raise IndexError(d)
-        i = bisect_right(self.runs, d, key=lambda run: run[0]) - 1
+        i = bisect_right(self.runs, d, key=_start) - 1
         return self.runs[i][2] if i >= 0 and d < self.runs[i][1] else (0, 0)
 
 
@@ -81,21 +85,32 @@ class Sharded:
 
     def segments(self, t: int, d: int) -> tuple[tuple[int, int, int], ...]:
         """What (t, d) holds of part t: (first element in the part, in the held range, length)."""
-        low, high = self.held[d]
+        return self.within(t, self.held[d])
+
+    def within(self, t: int, interval: Interval) -> tuple[tuple[int, int, int], ...]:
+        """What an interval of the stored shard holds of part t, like `segments`."""
+        low, high = interval
+        spans, offsets = self.parts[t].spans, self.parts[t].offsets
         found = []
-        offset = 0
-        for start, stop in self.parts[t].spans:
+        # From the last span that starts at or before the interval.
+        for i in range(max(0, bisect_right(spans, low, key=_start) - 1), len(spans)):
+            start, stop = spans[i]
+            if start >= high:
+                break
             a, b = max(start, low), min(stop, high)
             if a < b:
-                found.append((offset + a - start, a - low, b - a))
-            offset += stop - start
+                found.append((offsets[i] + a - start, a - low, b - a))
         return tuple(found)
 
     def count(self, d: int) -> int:
         """How many elements of the matrix data-parallel rank d holds, over all parts."""
-        shards = range(1 if self.replicated else len(self.parts))
-        return sum(length for t in shards for _, _, length in self.segments(t, d))
+        return self._count(self.held[d])
 
+    def _count(self, interval: Interval) -> int:
+        shards = range(1 if self.replicated else len(self.parts))
+        return sum(length for t in shards for _, _, length in self.within(t, interval))
+
+    @cached_property
     def holders(self) -> list[Run]:
         """Runs of data-parallel ranks with the same interval; those without elements left out."""
         if isinstance(self.held, Held):
@@ -106,7 +121,12 @@ class Sharded:
                 last = first + len(list(same))
                 runs.append((first, last, interval))
                 first = last
-        return [run for run in runs if self.count(run[0])]
+        return [run for run in runs if self._count(run[2])]
+
+    @cached_property
+    def counts(self) -> list[tuple[int, int, int]]:
+        """Of the holders: (first rank, last + 1, elements of the matrix that each holds)."""
+        return [(first, last, self._count(interval)) for first, last, interval in self.holders]
 
     @property
     def numel(self) -> int:
@@ -192,10 +212,7 @@ class Plan:
     @property
     def replicates(self) -> bool:
         """Whether every data-parallel rank holds everything, so that updates go to all of them."""
-        return all(
-            [run[:2] for run in s.holders()] == [(0, self.dp)] and s.count(0) == s.numel
-            for s in self.sharded
-        )
+        return all(s.counts == [(0, self.dp, s.numel)] for s in self.sharded)
 
     @property
     def cuts(self) -> bool:
@@ -286,5 +303,4 @@ def _chunks(
 
 def _candidates(s: Sharded) -> list[tuple[int, int, int]]:
     """Data-parallel ranks that may own a matrix: (first, last + 1, elements that each holds)."""
-    runs = [(first, last, s.count(first)) for first, last, _ in s.holders()]
-    return [run for run in runs if run[2] == s.numel] or runs
+    return [run for run in s.counts if run[2] == s.numel] or s.counts

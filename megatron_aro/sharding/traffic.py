@@ -84,12 +84,12 @@ def traffic(plan: Plan) -> list[list[Traffic]]:
 def _add_cuts(found: list[list[Traffic]], s: Sharded, owner: Position, chunk: int) -> None:
     """Elements that the owner's data-parallel rank lacks go there, and their updates back."""
     t_owner, home = owner
-    for first, last, _ in s.holders():
+    for first, last, interval in s.holders:
+        counts = [sum(x[2] for x in s.within(t, interval)) for t in range(len(found))]
         for d in range(first, last):
             if d == home:
                 continue
-            for t, row in enumerate(found):
-                count = sum(length for _, _, length in s.segments(t, d))
+            for t, (row, count) in enumerate(zip(found, counts, strict=True)):
                 if t == t_owner or not s.replicated:
                     row[d].gather[chunk].data.send(count)
                     row[home].gather[chunk].data.receive(count)

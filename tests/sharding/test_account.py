@@ -165,6 +165,13 @@ def test_whole_parameters_need_the_distributed_optimizer() -> None:
         Run(ranks=2, distributed=False, param_layout="whole")
 
 
+def test_small_buckets_on_many_ranks_take_seconds() -> None:
+    """Each of QWEN's matrices then lies in up to a hundred ranges."""
+    began = time.process_time()
+    account(QWEN, even_pipeline(36, 1), Run(ranks=4096, bucket_size=40_000_000))
+    assert time.process_time() - began < 30
+
+
 def test_large_runs_take_seconds() -> None:
     """4096 ranks and 101,200 matrices; nothing is quadratic in either."""
     large = GPT(

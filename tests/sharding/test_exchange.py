@@ -173,7 +173,7 @@ def test_each_element_that_is_sent_has_one_receiver(grid: Grid) -> None:
 
 
 def whole_in_one_range(grid: Grid) -> Callable[[int], bool]:
-    holders = [s.holders() for s in grid.sharded]
+    holders = [s.holders for s in grid.sharded]
     return lambda i: [last - first for first, last, _ in holders[i]] == [1]
 
 

@@ -74,7 +74,7 @@ def test_a_range_may_cut_a_matrix_several_times() -> None:
     assert k.segments(0, 1) == ()
     assert k.segments(0, 2) == ((1, 0, 1), (2, 7, 2), (4, 15, 2))
     assert [k.count(d) for d in range(3)] == [1, 0, 5]
-    assert k.holders() == [(0, 1, (0, 5)), (2, 3, (5, 24))]
+    assert k.holders == [(0, 1, (0, 5)), (2, 3, (5, 24))]
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
