@@ -48,7 +48,7 @@ from megatron_aro.megatron.report import (
 from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-from megatron_aro.sharding.cost import seconds
+from megatron_aro.sharding.cost import batch_limit, seconds
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
 
@@ -349,8 +349,10 @@ def _bind(
         if main is not None:
             main_parameters[placement.name] = main
     before = [[loads.get(rank, 0.0) for rank in row] for row in grid.ranks]
-    cost = functools.partial(seconds, precision=wrapped.optimizer.aro.precision)
-    plan = make_plan(sharded, tp, dp, cost, before)
+    aro = wrapped.optimizer.aro
+    cost = functools.partial(seconds, precision=aro.precision)
+    at_most = functools.partial(batch_limit, workspace=aro.workspace_mib << 20)
+    plan = make_plan(sharded, tp, dp, cost, before, at_most)
     for ranks, row in zip(grid.ranks, plan.loads, strict=True):
         loads.update(zip(ranks, row, strict=True))
     device = placements[0][0].device if placements else torch.device("cpu")
@@ -359,6 +361,6 @@ def _bind(
         grid.tensor if tp > 1 else None,
         grid.data if dp > 1 else None,
         device,
-        {"fp32": torch.float32, "bf16": torch.bfloat16}[wrapped.optimizer.aro.exchange_dtype],
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[aro.exchange_dtype],
     )
     wrapped.optimizer.bind(exchange, main_parameters)

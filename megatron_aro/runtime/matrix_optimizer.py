@@ -27,7 +27,6 @@ from megatron_aro.rotation import (
 )
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.timeline import Phases, SideStream
-from megatron_aro.sharding.cost import workspace_bytes
 from megatron_aro.sharding.plan import Batch
 
 
@@ -57,17 +56,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             main_parameters: float32 main parameter (whole, or a 1-D slice) by parameter name.
         """
         self._exchange, self._main = exchange, dict(main_parameters)
-        plan, device = exchange.plan, exchange.device
-        self.phases = Phases(device)
-        self._side = SideStream(device, exchange.travels)
-        workspace = self.aro.workspace_mib << 20
-        position = (exchange.t, exchange.d)
+        plan = exchange.plan
+        self.phases = Phases(exchange.device)
+        self._side = SideStream(exchange.device, exchange.travels)
         self._chunks = [
             [
                 _Stepped(batch, self._new_state(batch))
-                for batch in plan.batches(
-                    position, chunk, lambda m, n: max(1, workspace // workspace_bytes(m, n))
-                )
+                for batch in plan.stepped((exchange.t, exchange.d), chunk)
             ]
             for chunk in range(plan.chunks)
         ]
@@ -75,7 +70,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.together = [self]
 
     def _new_state(self, batch: Batch) -> MatrixBatch:
-        m, n = (batch.columns, batch.rows) if batch.transposed else (batch.rows, batch.columns)
+        m, n = self._exchange.plan.sharded[batch.members[0]].matrix.shape
         b, device = len(batch.members), self._exchange.device
         moment = second_moment_shape(self.aro, m, n)
         return MatrixBatch(
@@ -236,9 +231,9 @@ class _Stepped:
 
     def allocate(self, device: torch.device) -> None:
         """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
-        batch = self.batch
-        self.stored = torch.empty(len(batch.members), batch.rows, batch.columns, device=device)
-        self.state.momentum = self.stored.mT if batch.transposed else self.stored
+        rows, columns, transposed = self.batch.stored
+        self.stored = torch.empty(len(self.batch.members), rows, columns, device=device)
+        self.state.momentum = self.stored.mT if transposed else self.stored
 
     def finish(self, aro: AROConfig) -> None:
         """The updates, in place of the momenta."""

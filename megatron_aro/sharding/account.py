@@ -6,6 +6,7 @@ experts, so each is planned once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ from megatron_aro.sharding.cost import (
     H100,
     Precision,
     Rates,
-    Work,
+    batch_limit,
     rotation_bytes,
     seconds,
     step_work,
@@ -251,7 +252,8 @@ def _grid(
                         cut[key] = parts(matrix, parameter.layout)
                     replicated = parameter.layout.axis is None
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
-    plan = make_plan(sharded, tp, dp, run.seconds, loads)
+    at_most = functools.partial(batch_limit, workspace=run.workspace)
+    plan = make_plan(sharded, tp, dp, run.seconds, loads, at_most)
     momentum = list(accumulate(changes))[:dp]
     figures = [[Figures(momentum=of_rank) for of_rank in momentum] for _ in range(tp)]
     directions = 1 if run.distributed else 2
@@ -271,16 +273,13 @@ def _grid(
 
 
 def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
-    batches: dict[tuple[tuple[int, int], tuple[int, int]], int] = {}
-    for s, owner in zip(plan.sharded, plan.owners, strict=True):
-        at = (owner, s.matrix.shape)
-        batches[at] = batches.get(at, 0) + 1
-    for ((t, d), (m, n)), count in batches.items():
-        figure, one = figures[t][d], workspace_bytes(m, n)
-        work: Work = step_work(m, n)
+    for batch in plan.batches:
+        (t, d), count = batch.owner, len(batch.members)
+        m, n = plan.sharded[batch.members[0]].matrix.shape
+        figure, work = figures[t][d], step_work(m, n)
         figure.matrices += count
         figure.flops += count * work.flops
         figure.milliseconds += 1e3 * count * work_seconds(work, run.rates, run.precision)
         figure.rotation += count * rotation_bytes(m, n)
         figure.gathered += count * FP32 * m * n
-        figure.workspace = max(figure.workspace, one * min(count, max(1, run.workspace // one)))
+        figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))

@@ -117,6 +117,11 @@ def rotation_bytes(m: int, n: int) -> int:
     return FP32 * m * min(m, n)
 
 
+def batch_limit(m: int, n: int, workspace: int) -> int:
+    """How many oriented m x n matrices may be stepped at once in so many bytes; one always."""
+    return max(1, workspace // workspace_bytes(m, n))
+
+
 def workspace_bytes(m: int, n: int) -> int:
     """Memory that stepping an oriented m x n matrix takes for a while, at its peak, in bytes.
 

@@ -137,9 +137,9 @@ class Sharded:
 class Batch(NamedTuple):
     """Matrices of one stored shape that their owner steps together."""
 
-    rows: int
-    columns: int
-    transposed: bool
+    owner: Position
+    chunk: int
+    stored: tuple[int, int, bool]  # rows, columns, whether orientation transposes them
     members: tuple[int, ...]  # indices into the plan
 
 
@@ -151,7 +151,7 @@ class Plan:
         tp, dp: sizes of the grid.
         sharded: the matrices, in an order that all ranks share.
         owners: of each matrix.
-        chunk_of: of each matrix; the matrices of a chunk travel together.
+        batches: of all owners, every matrix in one; those of a chunk travel together.
         loads: predicted cost of each position, [tp][dp], in the cost function's unit.
     """
 
@@ -159,37 +159,26 @@ class Plan:
     dp: int
     sharded: tuple[Sharded, ...]
     owners: tuple[Position, ...]
-    chunk_of: tuple[int, ...]
+    batches: tuple[Batch, ...]
     loads: tuple[tuple[float, ...], ...]
 
-    @property
+    @cached_property
     def chunks(self) -> int:
-        return max(self.chunk_of, default=0) + 1
+        return max((batch.chunk for batch in self.batches), default=0) + 1
+
+    @cached_property
+    def chunk_of(self) -> list[int]:
+        """Of each matrix."""
+        chunks = {i: batch.chunk for batch in self.batches for i in batch.members}
+        return [chunks[i] for i in range(len(self.sharded))]
 
     def owned(self, position: Position) -> list[int]:
         """Indices of the matrices that a position steps."""
         return [i for i, owner in enumerate(self.owners) if owner == position]
 
-    def batches(
-        self, position: Position, chunk: int, at_most: Callable[[int, int], int]
-    ) -> list[Batch]:
-        """What a position steps of a chunk.
-
-        Args:
-            at_most: how many matrices of an oriented shape (m, n) may be stepped at once.
-        """
-        groups: dict[tuple[int, int, bool], list[int]] = {}
-        for i in self.owned(position):
-            if self.chunk_of[i] == chunk:
-                groups.setdefault(self.sharded[i].matrix.stored, []).append(i)
-        found = []
-        for stored, members in groups.items():
-            size = at_most(*self.sharded[members[0]].matrix.shape)
-            found += [
-                Batch(*stored, tuple(members[first : first + size]))
-                for first in range(0, len(members), size)
-            ]
-        return found
+    def stepped(self, position: Position, chunk: int) -> list[Batch]:
+        """What a position steps of a chunk."""
+        return [b for b in self.batches if b.owner == position and b.chunk == chunk]
 
     def gathered(self, t: int, d: int, chunk: int) -> list[int]:
         """Indices of the matrices whose part t meets at (t, d) on its way to the owner."""
@@ -223,7 +212,7 @@ class Plan:
     def digest(self) -> str:
         """A hash that agrees between ranks exactly if their plans do."""
         return hashlib.sha256(
-            repr((self.tp, self.dp, self.sharded, self.owners, self.chunk_of)).encode()
+            repr((self.tp, self.dp, self.sharded, self.owners, self.batches)).encode()
         ).hexdigest()
 
 
@@ -233,6 +222,7 @@ def make_plan(
     dp: int,
     cost: Callable[[LogicalMatrix], float],
     loads: Sequence[Sequence[float]] | None = None,
+    at_most: Callable[[int, int], int] | None = None,
 ) -> Plan:
     """Choose owners so that the slowest rank has little to do, then so that little moves.
 
@@ -244,6 +234,7 @@ def make_plan(
     Args:
         cost: of stepping a matrix, in any unit.
         loads: what each position [tp][dp] has to do already, in the same unit.
+        at_most: how many matrices of an oriented shape (m, n) may be stepped at once; all if None.
     """
     loaded = [list(row) for row in loads] if loads else [[0.0] * dp for _ in range(tp)]
     owners: list[Position] = [(0, 0)] * len(sharded)
@@ -267,38 +258,46 @@ def make_plan(
         t, d = owners[i]
         loaded[t][d] += costs[i]
         heapq.heappush(by_load, (loaded[t][d], (t, d)))
-    chunk_of = _chunks(sharded, owners, costs)
-    return Plan(tp, dp, tuple(sharded), tuple(owners), chunk_of, tuple(map(tuple, loaded)))
+    batches = _batches(sharded, owners, costs, at_most)
+    return Plan(tp, dp, tuple(sharded), tuple(owners), batches, tuple(map(tuple, loaded)))
 
 
-def _chunks(
-    sharded: Sequence[Sharded], owners: Sequence[Position], costs: Sequence[float]
-) -> tuple[int, ...]:
-    """Cut what each owner does into equal chunks, so that one travels while another is stepped.
+def _batches(
+    sharded: Sequence[Sharded],
+    owners: Sequence[Position],
+    costs: Sequence[float],
+    at_most: Callable[[int, int], int] | None,
+) -> tuple[Batch, ...]:
+    """Group what each owner does by stored shape, and cut it into chunks of whole batches.
 
-    As many as the busiest traveller's bytes are worth, the same number for all. Within an owner
-    matrices of a stored shape stay together as far as they can, in batches.
+    One chunk travels while another is stepped. There are as many as the busiest traveller's bytes
+    are worth, the same number for all, about equal in each owner's cost. Batches are not cut for
+    them: on four H100s smaller batches cost more than the overlap gained.
     """
-    of_owner: dict[Position, list[int]] = {}
+    of_owner: dict[Position, dict[tuple[int, int, bool], list[int]]] = {}
     travelling: dict[Position, int] = {}
     for i, (s, (t, d)) in enumerate(zip(sharded, owners, strict=True)):
-        of_owner.setdefault((t, d), []).append(i)
+        of_owner.setdefault((t, d), {}).setdefault(s.matrix.stored, []).append(i)
         moved = s.numel - sum(length for _, _, length in s.segments(t, d))
         replicas = len(s.held)
         if replicas > 1 and s.count(d) == s.numel == s.count((d + 1) % replicas):
             moved += s.numel  # its update goes to all of them
         travelling[t, d] = travelling.get((t, d), 0) + moved
     count = min(MOST_CHUNKS, 1 + max(travelling.values(), default=0) // CHUNK_ELEMENTS)
-    chunk_of = [0] * len(sharded)
-    for members in of_owner.values():
-        members.sort(key=lambda i: (sharded[i].matrix.stored, i))
-        total = sum(costs[i] for i in members)
+    found = []
+    for owner, groups in sorted(of_owner.items()):
+        total = sum(costs[i] for members in groups.values() for i in members)
         done = 0.0
-        for i in members:
-            middle = (done + costs[i] / 2) / total if total else 0.0
-            chunk_of[i] = min(count - 1, int(count * middle))
-            done += costs[i]
-    return tuple(chunk_of)
+        for stored, members in sorted(groups.items()):
+            size = at_most(*sharded[members[0]].matrix.shape) if at_most else len(members)
+            for first in range(0, len(members), size):
+                batch = tuple(members[first : first + size])
+                cost = sum(costs[i] for i in batch)
+                middle = (done + cost / 2) / total if total else 0.0
+                found.append(Batch(owner, min(count - 1, int(count * middle)), stored, batch))
+                done += cost
+    used = sorted({batch.chunk for batch in found})  # few batches leave some empty
+    return tuple(batch._replace(chunk=used.index(batch.chunk)) for batch in found)
 
 
 def _candidates(s: Sharded) -> list[tuple[int, int, int]]:

@@ -67,15 +67,11 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
     """
     import runs
 
+    from megatron_aro.megatron import optimizer
     from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
     from megatron_aro.sharding import plan
 
-    batches = plan.Plan.batches
-
-    def singly(self: plan.Plan, position: plan.Position, chunk: int, at_most: Any) -> list:
-        return batches(self, position, chunk, lambda m, n: 1)
-
-    plan.Plan.batches = singly  # type: ignore[method-assign]
+    optimizer.batch_limit = lambda m, n, workspace: 1
     plan.CHUNK_ELEMENTS = 1
     seen: dict[int, dict[str, Any]] = {}
     original = MatrixOptimizer.step

@@ -156,12 +156,13 @@ def make_exchange(matching: bool) -> str:
     from megatron_aro.runtime.exchange import Exchange
     from megatron_aro.sharding.geometry import Layout, parts
     from megatron_aro.sharding.logical import LogicalMatrix
-    from megatron_aro.sharding.plan import Plan, Sharded
+    from megatron_aro.sharding.plan import Batch, Plan, Sharded
 
     matrix = LogicalMatrix("w", "w", ((0, 2),), 3, False)
     sharded = Sharded(matrix, parts(matrix, Layout(2, 1, None)), True, ((0, 6), (0, 6)))
     owner = 0 if matching else dist.get_rank()
-    plan = Plan(1, 2, (sharded,), ((0, owner),), (0,), ((0.0, 0.0),))
+    batch = Batch((0, owner), 0, matrix.stored, (0,))
+    plan = Plan(1, 2, (sharded,), ((0, owner),), (batch,), ((0.0, 0.0),))
     try:
         Exchange(plan, None, dist.group.WORLD, torch.device("cpu"))
     except RuntimeError as error:

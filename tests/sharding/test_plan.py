@@ -111,16 +111,20 @@ def test_views_of_a_plan_agree(grid: Grid) -> None:
 @given(grids(), st.integers(1, 3))
 def test_batches_are_what_an_owner_steps(grid: Grid, most: int) -> None:
     """Each owned matrix is in one batch of its stored shape and chunk, of the size allowed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "CHUNK_ELEMENTS", 4)
+        tp, dp = grid.plan.tp, grid.plan.dp
+        plan = make_plan(grid.sharded, tp, dp, work, at_most=lambda m, n: most)
     for position in grid.positions:
         seen = []
-        for chunk in range(grid.plan.chunks):
-            for batch in grid.plan.batches(position, chunk, lambda m, n: most):
+        for chunk in range(plan.chunks):
+            for batch in plan.stepped(position, chunk):
                 assert 1 <= len(batch.members) <= most
                 for i in batch.members:
-                    assert grid.sharded[i].matrix.stored == batch[:3]
-                    assert grid.plan.chunk_of[i] == chunk
+                    assert grid.sharded[i].matrix.stored == batch.stored
+                    assert plan.chunk_of[i] == chunk
                 seen += batch.members
-        assert sorted(seen) == grid.plan.owned(position)
+        assert sorted(seen) == plan.owned(position)
 
 
 def test_chunks_share_the_work_of_each_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +132,8 @@ def test_chunks_share_the_work_of_each_owner(monkeypatch: pytest.MonkeyPatch) ->
     sharded = anywhere([1] * 40, 1, 2)
     assert make_plan(sharded, 1, 2, size_of).chunks == 1
     monkeypatch.setattr(plan_module, "CHUNK_ELEMENTS", 1)
-    plan = make_plan(sharded, 1, 2, size_of)
+    assert make_plan(sharded, 1, 2, size_of).chunks == 1  # a batch is not cut for it
+    plan = make_plan(sharded, 1, 2, size_of, at_most=lambda m, n: 1)
     assert plan.chunks == plan_module.MOST_CHUNKS == 4
     for d in range(2):
         counts = Counter(plan.chunk_of[i] for i in plan.owned((0, d)))
