@@ -14,7 +14,7 @@ Projection = Literal["sinkhorn", "rownorm", "sign", "adam"]
 Rotation = Literal["aro", "eigen", "polar", "none"]
 Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
-Precision = Literal["fp32", "tf32"]
+Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
 ExchangeDtype = Literal["fp32", "bf16"]
 
 

@@ -1,0 +1,235 @@
+"""Batched Cholesky factor and its inverse in one launch.
+
+L and W = L^-1 of C = D S D + shift I, [b, k, k] float32, D a diagonal. The matrix is cut in tiles
+of TILE; one program computes one tile of L or W and waits, by flags in memory, for the tiles that
+it needs. These all belong to programs of smaller index, which the device starts earlier, so the
+programs never wait for each other in a circle however few of them fit on the device. What a launch
+for each block column would cost (two hundred launches at 4096) is saved, and the tiles that are not
+on the critical path, the chain of diagonal tiles, are computed in its shadow. The sums have a fixed
+order: results repeat to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_aro.kernels.support import use_triton
+
+TILE = 64
+CHUNK = 16
+WARPS = 2
+# Pivots of C below this count as rounding and are raised to it, so that no factor is NaN.
+SMALLEST_PIVOT = 1e-12
+
+
+class Factor(NamedTuple):
+    """C = L L^T with W = L^-1, both [b, k, k] and defined on and below the diagonal only."""
+
+    l_bkk: Tensor
+    w_bkk: Tensor | None
+    smallest_pivot_b: Tensor
+    """The smallest Schur complement met on the diagonal, before it was raised."""
+
+
+def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Factor:
+    """Factor C = D S D + shift I; only the lower triangle of S is read.
+
+    Args:
+        s_bkk: [b, k, k], float32 (float64 too, by the twin).
+        d_bk: the diagonal D.
+        shift_b: added to the diagonal of C.
+        inverse: compute W too.
+    """
+    if not use_triton(s_bkk):
+        return factor_twin(s_bkk, d_bk, shift_b, inverse=inverse)
+    b, k, _ = s_bkk.shape
+    blocks = triton.cdiv(k, TILE)
+    l_bkk = torch.empty_like(s_bkk, memory_format=torch.contiguous_format)
+    w_bkk = torch.empty_like(l_bkk)
+    pivots = torch.empty(b, blocks, dtype=s_bkk.dtype, device=s_bkk.device)
+    # For each matrix: tiles of L done in each block row, then tiles of W done in each block column.
+    done = torch.zeros(b, 2, blocks, dtype=torch.int32, device=s_bkk.device)
+    scratch = torch.empty(b * blocks * TILE * TILE, dtype=s_bkk.dtype, device=s_bkk.device)
+    tiles = blocks * (blocks + 1) // 2 + (blocks * (blocks - 1) // 2 if inverse else 0)
+    _factor[(tiles * b,)](
+        s_bkk, d_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, b, k, blocks,
+        s_bkk.stride(0), s_bkk.stride(1), s_bkk.stride(2),
+        INVERSE=inverse, T=TILE, C=min(TILE, CHUNK), FLOOR=SMALLEST_PIVOT, num_warps=WARPS,
+    )  # fmt: skip
+    return Factor(l_bkk, w_bkk if inverse else None, pivots.amin(dim=1))
+
+
+def factor_twin(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Factor:
+    """The same by torch, one column after the other only where Cholesky fails."""
+    c = torch.tril(d_bk[:, :, None] * s_bkk * d_bk[:, None, :])
+    c.diagonal(dim1=1, dim2=2).add_(shift_b[:, None])
+    l_bkk, info = torch.linalg.cholesky_ex(c, check_errors=False)
+    smallest = l_bkk.diagonal(dim1=1, dim2=2).square().amin(dim=1)
+    smallest = torch.where(info == 0, smallest, 0.0)
+    w_bkk = None
+    if inverse:
+        eye = torch.eye(c.shape[1], dtype=c.dtype, device=c.device).expand_as(c)
+        w_bkk = torch.linalg.solve_triangular(l_bkk, eye, upper=False)
+    return Factor(l_bkk, w_bkk, smallest)
+
+
+@triton.jit
+def _wait(counter, target):
+    """Until the counter has reached the target; returns what it holds then."""
+    value = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while value < target:
+        value = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    return value
+
+
+@triton.jit
+def _announce(counter, value):
+    tl.debug_barrier()  # all of this program's stores come before the release below
+    tl.atomic_xchg(counter, value, sem="release", scope="gpu")
+
+
+@triton.jit
+def _tile(base, i, j, k, T: tl.constexpr):
+    """Tile (i, j) of a contiguous [k, k] matrix; zeros outside."""
+    rows = i * T + tl.arange(0, T)
+    cols = j * T + tl.arange(0, T)
+    inside = (rows < k)[:, None] & (cols < k)[None, :]
+    # .cg: past the first cache, which does not see what other programs wrote.
+    return tl.load(
+        base + rows[:, None].to(tl.int64) * k + cols[None, :], mask=inside, other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+
+
+@triton.jit
+def _part(base, i, j, k, c, T: tl.constexpr, C: tl.constexpr):
+    """Columns c to c + C of tile (i, j), [T, C]."""
+    rows = i * T + tl.arange(0, T)
+    cols = j * T + c + tl.arange(0, C)
+    inside = (rows < k)[:, None] & (cols < k)[None, :]
+    return tl.load(
+        base + rows[:, None].to(tl.int64) * k + cols[None, :], mask=inside, other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+
+
+@triton.jit
+def _put(base, i, j, k, value, T: tl.constexpr):
+    rows = i * T + tl.arange(0, T)
+    cols = j * T + tl.arange(0, T)
+    inside = (rows < k)[:, None] & (cols < k)[None, :]
+    tl.store(base + rows[:, None].to(tl.int64) * k + cols[None, :], value, mask=inside)
+
+
+@triton.jit
+def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, T: tl.constexpr, FLOOR: tl.constexpr):
+    """L and L^-1 of one symmetric tile by elimination; returns the smallest pivot.
+
+    Step c reads row c (column c by symmetry) and takes its multiple from the rows below, in the
+    tile and in what becomes the inverse. A thread holds a whole column of both, so that with the
+    loop unrolled a row is a register and all masks are known to the compiler: the sums below have
+    one term each (-0.0 is what it may drop from a sum).
+    """
+    rows = tl.arange(0, T)
+    cols = tl.arange(0, T)
+    a = tl.load(a_ptr + rows[:, None] * T + cols[None, :], cache_modifier=".cg")
+    w = tl.where(rows[:, None] == cols[None, :], 1.0, 0.0).to(a.dtype)
+    smallest = tl.full([T], float("inf"), dtype=a.dtype)
+    for c in tl.static_range(T):
+        here = rows[:, None] == c
+        row = tl.sum(tl.where(here, a, -0.0), axis=0)
+        w_row = tl.sum(tl.where(here, w, -0.0), axis=0)
+        column = tl.broadcast_to(row[:, None], (T, T))
+        pivot = tl.sum(tl.where(here, column, -0.0), axis=0)
+        smallest = tl.minimum(smallest, pivot)
+        root = tl.rsqrt(tl.maximum(pivot, FLOOR))
+        inv = root * root
+        below = rows[:, None] > c
+        a = tl.where(below, a - column * (row * inv)[None, :], a)
+        w = tl.where(below, w - column * (w_row * inv)[None, :], w)
+        tl.store(l_ptr + cols * k + c, row * root, mask=(cols >= c) & (cols < size) & (c < size))
+        tl.store(w_ptr + c * k + cols, w_row * root, mask=(cols < size) & (c < size))
+    return tl.min(smallest, axis=0)
+
+
+@triton.jit
+def _factor(
+    s, d, shift, l, w, pivots, done, scratch, b, k, blocks, s_b, s_r, s_c,
+    INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    matrix = pid % b
+    tile = pid // b
+    # Group g holds the tiles of column g of L from the diagonal down, then row g of W.
+    g = 0
+    size = blocks
+    while tile >= size:
+        tile -= size
+        g += 1
+        size = blocks if INVERSE else blocks - g
+    offset = matrix.to(tl.int64) * k * k
+    l += offset
+    w += offset
+    s += matrix.to(tl.int64) * s_b
+    d += matrix * k
+    l_done = done + matrix * 2 * blocks
+    w_done = l_done + blocks
+    if tile < blocks - g:
+        i = g + tile
+        rows = i * T + tl.arange(0, T)
+        cols = g * T + tl.arange(0, T)
+        inside = (rows < k)[:, None] & (cols < k)[None, :]
+        # The diagonal tile is read from its lower triangle alone.
+        first = tl.maximum(rows[:, None], cols[None, :])
+        second = tl.minimum(rows[:, None], cols[None, :])
+        acc = tl.load(s + first.to(tl.int64) * s_r + second.to(tl.int64) * s_c, mask=inside, other=0.0)
+        d_rows = tl.load(d + rows, mask=rows < k, other=0.0)
+        d_cols = tl.load(d + cols, mask=cols < k, other=0.0)
+        acc = acc * d_rows[:, None] * d_cols[None, :]
+        diagonal = rows[:, None] == cols[None, :]
+        acc += tl.where(diagonal, tl.load(shift + matrix), 0.0)
+        acc = tl.where(diagonal & ~inside, 1.0, acc)
+        ready = 0
+        t = 0
+        while t < g:
+            if t >= ready:
+                ready = tl.minimum(_wait(l_done + i, t + 1), _wait(l_done + g, t + 1))
+            for c in tl.static_range(0, T, C):
+                left = _part(l, i, t, k, c, T, C)
+                right = _part(l, g, t, k, c, T, C)
+                acc -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
+            t += 1
+        if tile == 0:
+            here = scratch + (matrix * blocks + g) * T * T
+            inner = tl.arange(0, T)
+            tl.store(here + inner[:, None] * T + inner[None, :], acc)
+            tl.debug_barrier()
+            corner = (g * T).to(tl.int64) * (k + 1)
+            size = k - g * T
+            smallest = _factor_tile(here, l + corner, w + corner, k, size, T, FLOOR)
+            tl.store(pivots + matrix * blocks + g, smallest)
+        else:
+            _wait(l_done + g, g + 1)
+            inverse = _tile(w, g, g, k, T)
+            _put(l, i, g, k, tl.dot(acc, tl.trans(inverse), input_precision="tf32x3"), T)
+        _announce(l_done + i, g + 1)
+    else:
+        # W_gj = -W_gg sum over t of L_gt W_tj, t from j to g - 1
+        j = tile - (blocks - g)
+        acc = tl.zeros([T, T], dtype=tl.float32)
+        _wait(l_done + g, g + 1)
+        ready = j
+        t = j
+        while t < g:
+            if t > ready:
+                ready = _wait(w_done + j, t)
+            acc += tl.dot(_tile(l, g, t, k, T), _tile(w, t, j, k, T), input_precision="tf32x3")
+            t += 1
+        inverse = _tile(w, g, g, k, T)
+        _put(w, g, j, k, -tl.dot(inverse, acc, input_precision="tf32x3"), T)
+        _announce(w_done + j, g)

@@ -1,0 +1,170 @@
+"""float32 matrices as one or two float16 ones, and their products at the rate of the latter.
+
+float16 has TF32's 11 bits at twice its rate; what it lacks is range, which exact powers of two or
+the scales of rows and columns that a step needs anyway supply: after them an entry 2^-24 of the
+largest still has its 11 bits. ``hi + lo`` has 22 bits, and three products of halves (all but
+lo x lo) are as good as a float32 one at several times its rate. All sums are float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_aro.kernels.support import use_triton
+
+LARGEST = 65504.0  # float16's
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+
+
+class Halves(NamedTuple):
+    """[b, r, c] as ``hi``, or ``hi + lo``, both float16."""
+
+    hi: Tensor
+    lo: Tensor | None = None
+
+    @property
+    def mT(self) -> Halves:
+        return Halves(self.hi.mT, None if self.lo is None else self.lo.mT)
+
+
+def halves(
+    x_brc: Tensor,
+    *,
+    split: bool,
+    scale_b: Tensor | None = None,
+    rows_br: Tensor | None = None,
+    columns_bc: Tensor | None = None,
+    factor: float = 1.0,
+    lower: bool = False,
+    unit: bool = False,
+    square_sums: bool = False,
+) -> tuple[Halves, Tensor | None]:
+    """``factor * scale * diag(rows) x diag(columns)``; entries beyond float16 become its largest.
+
+    Args:
+        x_brc: [b, r, c] of any strides.
+        split: ``hi + lo`` instead of ``hi`` alone.
+        scale_b: where it is 0 the result is 0, whatever x holds.
+        lower: zeros above the diagonal.
+        unit: ``factor`` on the diagonal.
+        square_sums: also return the sum of the result's squares, [b].
+    """
+    if not use_triton(x_brc):
+        return _halves_twin(
+            x_brc, split, scale_b, rows_br, columns_bc, factor, lower, unit, square_sums
+        )
+    b, r, c = x_brc.shape
+    hi = torch.empty(b, r, c, dtype=torch.float16, device=x_brc.device)
+    lo = torch.empty_like(hi) if split else hi
+    grid = triton.cdiv(c, BLOCK_COLUMNS), triton.cdiv(r, BLOCK_ROWS), b
+    sums = x_brc.new_empty(b, grid[0] * grid[1]) if square_sums else x_brc
+    _halves[grid](
+        x_brc, hi, lo, *(x_brc if v is None else v for v in (scale_b, rows_br, columns_bc)), sums,
+        r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
+        columns_bc is not None, lower, unit, square_sums, BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
+        num_warps=4,
+    )  # fmt: skip
+    return Halves(hi, lo if split else None), sums.sum(dim=1) if square_sums else None
+
+
+def _halves_twin(
+    x: Tensor, split: bool, scale: Tensor | None, rows: Tensor | None, columns: Tensor | None,
+    factor: float, lower: bool, unit: bool, square_sums: bool,
+) -> tuple[Halves, Tensor | None]:  # fmt: skip
+    """The same by torch."""
+    if scale is not None:
+        x = torch.where(scale[:, None, None] == 0, 0.0, x * scale[:, None, None])
+    if rows is not None:
+        x = x * rows[:, :, None]
+    if columns is not None:
+        x = x * columns[:, None, :]
+    x = x * factor
+    if lower:
+        x = torch.tril(x)
+    if unit:
+        x.diagonal(dim1=1, dim2=2).fill_(factor)
+    x = x.clamp(-LARGEST, LARGEST)
+    hi = x.half()
+    lo = (x - hi).half() if split else None
+    return Halves(hi, lo), x.square().sum(dim=(1, 2)) if square_sums else None
+
+
+def product(a: Halves, b: Halves) -> Tensor:
+    """``a @ b`` in float32: one product of halves, or all but lo x lo."""
+    out = _mm(a.hi, b.hi)
+    if b.lo is not None:
+        _add_mm(out, a.hi, b.lo)
+    if a.lo is not None:
+        _add_mm(out, a.lo, b.hi)
+    return out
+
+
+def gram(a: Halves) -> Tensor:
+    """``a^T a``, of which only the lower triangle is right."""
+    out = _mm(a.hi.mT, a.hi)
+    if a.lo is not None:
+        # hi^T lo + lo^T hi, the second the transpose of the first
+        _add_mm(out, a.hi.mT, a.lo)
+        _add_mm(out, a.lo.mT, a.hi)
+    return out
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    if len(a) == 1:
+        return torch.mm(a[0], b[0], out_dtype=torch.float32)[None]
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _add_mm(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if not a.is_cuda:
+        out += a.float() @ b.float()
+    elif len(a) == 1:
+        torch.addmm(out[0], a[0], b[0], out_dtype=torch.float32, out=out[0])
+    else:
+        torch.baddbmm(out, a, b, out_dtype=torch.float32, out=out)
+
+
+@triton.jit
+def _halves(
+    x, hi, lo, scale, row_scale, column_scale, sums, r, c, x_b, x_r, x_c, factor,
+    SPLIT: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LOWER: tl.constexpr, UNIT: tl.constexpr, SUMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(1) * R + tl.arange(0, R)
+    cols = tl.program_id(0) * C + tl.arange(0, C)
+    mask = (rows < r)[:, None] & (cols < c)[None, :]
+    inside = mask
+    if LOWER:
+        inside = mask & (rows[:, None] >= cols[None, :])
+    at = matrix * x_b + rows[:, None].to(tl.int64) * x_r + cols[None, :].to(tl.int64) * x_c
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if SCALE:
+        s = tl.load(scale + matrix)
+        value = tl.where(s == 0, 0.0, value * s)
+    if ROWS:
+        value = value * tl.load(row_scale + matrix * r + rows, mask=rows < r, other=0.0)[:, None]
+    if COLUMNS:
+        value = value * tl.load(column_scale + matrix * c + cols, mask=cols < c, other=0.0)[None, :]
+    value = value * factor
+    if UNIT:
+        value = tl.where(rows[:, None] == cols[None, :], factor, value)
+    value = tl.where(mask, value, 0.0)
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    high = value.to(tl.float16)
+    out = matrix * r * c + rows[:, None].to(tl.int64) * c + cols[None, :]
+    tl.store(hi + out, high, mask=mask)
+    if SPLIT:
+        tl.store(lo + out, (value - high.to(tl.float32)).to(tl.float16), mask=mask)
+    if SUMS:
+        block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        total = tl.sum(tl.sum(value * value, axis=1), axis=0)
+        tl.store(sums + matrix * tl.num_programs(0) * tl.num_programs(1) + block, total)

@@ -1,0 +1,174 @@
+"""The step of the defaults (sinkhorn, aro, scqr2 or scqr; float32) in products of float16 halves.
+
+QR without squaring the condition. The paper's A = M f(X)^T with X = R^T M and f(X) = P X Q (P, Q
+diagonal, positive) is, for square R, A = R S P with S = X Q X^T symmetric. Columns may be scaled,
+so orth(A) = orth(R S). With S = L L^T it is orth(R L), since L^T is upper triangular, and with
+N = L diag(L)^-1, unit lower triangular, orth(R N). S has the condition of A, not its square, N its
+root at most, and less in practice: S is graded, as R sorts the rows of X by size, and grading
+cancels in N (on momenta of real runs cond(A) was 1e2 to 1e13 and cond(N) 1.6 to 230). One pass of
+Cholesky QR on R N finishes. Scaled to a unit diagonal, S takes a shift of 1e-6 without harm, so
+that nothing fails where A is singular; rows that count as zero leave their column of R in place.
+
+For thin R (m > n) the range of M moves, and R N would stay in the old one. There Z = P X Q^1/2 has
+the LQ factorisation Z = L V^T, and orth(A) = orth(M Q^1/2 V) for the same reason.
+
+Shapes: b matrices, m rows, n columns, k = min(m, n).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_aro.config import AROConfig
+from megatron_aro.kernels.cholesky import factor
+from megatron_aro.kernels.halves import Halves, gram, halves, product
+from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
+from megatron_aro.rotation.scaling import ZERO_COLUMN
+
+# Added to the unit diagonal of S and of the Gram matrix of the last pass.
+SHIFT, LAST_SHIFT = 1e-6, 1e-7
+# A last pass with a smaller pivot lost orthonormality: its error is rounding over the pivot.
+SMALLEST_PIVOT = 1e-4
+# Unit round-off of hi and of hi + lo.
+ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
+# Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
+RANGE = 2.0**12
+
+
+class Step(NamedTuple):
+    """R [b, m, k] and U [b, m, n] of a step, and which matrices must take the ladder instead."""
+
+    rotation: Tensor
+    update: Tensor
+    failed_b: Tensor
+
+
+def covers(config: AROConfig, dtype: torch.dtype) -> bool:
+    """Whether `step` computes what the settings ask for."""
+    return (
+        config.precision in ROUNDOFF
+        and dtype == torch.float32
+        and config.projection == "sinkhorn"
+        and config.rotation == "aro"
+        and config.qr in ("scqr", "scqr2")
+    )
+
+
+def step(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Step:
+    """Steps 2 to 5 for matrices whose momentum times ``scale_b`` has its largest entry in [1, 4).
+
+    Where ``scale_b`` is 0 the momentum counts as zero: R as it is, to rounding, and U = 0.
+    """
+    split = config.precision == "fp16x3"
+    m = _Momentum(*halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, square_sums=True))
+    r = halves(r_bmk, split=split, factor=RANGE)[0]
+    x, scales = _projected(r, m, config)
+    if config.qr == "scqr":
+        q, failed = _one_pass(m, x, scales, config, split)
+    else:
+        square = r_bmk.shape[1] == r_bmk.shape[2]
+        q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
+        q, failed = _last_pass(q1)
+    del x
+    y, scales = _projected(halves(q, split=split, factor=RANGE)[0], m, config)
+    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, square_sums=True)
+    del y
+    size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
+    if config.qr == "scqr":  # R is far from orthonormal
+        d = product(halves(q, split=False, factor=RANGE)[0], f)
+        norm = torch.linalg.vector_norm(d, dim=(1, 2))
+        return Step(q, d.mul_(_size_over(size, norm)[:, None, None]), failed)
+    # R f has the norm of f, which scales R beforehand.
+    u = product(halves(q, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
+    return Step(q, u, failed)
+
+
+class _Momentum(NamedTuple):
+    halves: Halves
+    squares_b: Tensor
+
+
+def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:
+    """X = R^T M [b, k, n] times RANGE^2, and Sinkhorn's scales of it."""
+    x = product(r.mT, m.halves)
+    whole = m.squares_b * RANGE**2
+    row = (2.0 * ROUNDOFF[config.precision]) ** 2 / r.hi.shape[1]
+    return x, sinkhorn_scales(x, config.sinkhorn_iters, whole * row, whole * ZERO_COLUMN**2)
+
+
+def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> Halves:
+    """R N, [b, m, m]."""
+    z, _ = halves(x, split=False, rows_br=scales.p_root, columns_bc=scales.q_root)
+    s = product(z, z.mT)
+    d = _root_or_zero(s)
+    lower = factor(s, d, torch.full_like(d[:, 0], SHIFT), inverse=False).l_bkk
+    # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
+    pd = scales.p_root * d
+    n, _ = halves(
+        lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
+        columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
+    )  # fmt: skip
+    return halves(product(r, n), split=split, factor=64.0 / (16.0 * RANGE))[0]
+
+
+def _from_momentum(m: _Momentum, x: Tensor, scales: Scales, split: bool) -> Halves:
+    """M Q^1/2 V with columns of norm 64, [b, m, n]."""
+    z, _ = halves(x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root)
+    s = gram(z.mT)
+    d = _root_or_zero(s)
+    inverse = factor(s, d, torch.full_like(d[:, 0], SHIFT), inverse=True).w_bkk
+    assert inverse is not None
+    w, _ = halves(inverse, split=split, columns_bc=d, factor=64.0, lower=True)
+    v = product(z.mT, w.mT)
+    root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
+    q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
+    norms = torch.linalg.vector_norm(q1, dim=1)
+    return halves(q1, split=split, columns_bc=_inverse_or_zero(norms), factor=64.0)[0]
+
+
+def _last_pass(a: Halves) -> tuple[Tensor, Tensor]:
+    """Cholesky QR of A: Q [b, m, k] and where it is not orthonormal."""
+    p = gram(a)
+    d = _root_or_zero(p)
+    _, inverse, pivot = factor(p, d, torch.full_like(d[:, 0], LAST_SHIFT), inverse=True)
+    assert inverse is not None
+    w, _ = halves(inverse, split=True, columns_bc=d, factor=1024.0, lower=True)
+    q = product(a, w.mT).mul_(1.0 / 1024.0)
+    return q, ~(pivot > SMALLEST_PIVOT)
+
+
+def _one_pass(
+    m: _Momentum, x: Tensor, scales: Scales, config: AROConfig, split: bool
+) -> tuple[Tensor, Tensor]:
+    """The paper's single pass on A = M f(X)^T with the shift relative to trace(A^T A)."""
+    f, _ = halves(x, split=split, rows_br=scales.p, columns_bc=scales.q)
+    a = product(m.halves, f.mT)
+    largest = torch.linalg.vector_norm(a, float("inf"), dim=(1, 2))
+    h, _ = halves(a, split=split, scale_b=_inverse_or_zero(largest), factor=256.0)
+    p = gram(h)
+    diagonal = p.diagonal(dim1=1, dim2=2)
+    top = diagonal.amax(dim=1)
+    shift = config.scqr_eps * diagonal.sum(dim=1) * _inverse_or_zero(top)
+    d = _inverse_or_zero(top.sqrt())[:, None].expand_as(diagonal).contiguous()
+    _, inverse, pivot = factor(p, d, shift, inverse=True)
+    assert inverse is not None
+    w, _ = halves(inverse, split=True, columns_bc=d, factor=4096.0, lower=True)
+    q = product(h, w.mT).mul_(1.0 / 4096.0)
+    return q, ~(pivot > 0)
+
+
+def _root_or_zero(p_bkk: Tensor) -> Tensor:
+    """1 over the square root of the diagonal, [b, k]."""
+    return _inverse_or_zero(p_bkk.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
+
+
+def _inverse_or_zero(x: Tensor) -> Tensor:
+    return (1.0 / x).masked_fill_(x == 0, 0.0)
+
+
+def _size_over(size: float, norm_b: Tensor) -> Tensor:
+    return (size / norm_b).masked_fill_(~((norm_b > 0) & norm_b.isfinite()), 0.0)
