@@ -20,9 +20,7 @@ from torch import Tensor
 
 from megatron_aro.kernels.support import use_triton
 
-TILE = 64
-CHUNK = 16
-WARPS = 2
+TILE, CHUNK, WARPS = 32, 16, 1
 # Pivots of C below this count as rounding and are raised to it, so that no factor is NaN.
 SMALLEST_PIVOT = 1e-12
 
@@ -33,14 +31,14 @@ class Factor(NamedTuple):
     l_bkk: Tensor
     w_bkk: Tensor | None
     smallest_pivot_b: Tensor
-    """The smallest Schur complement met on the diagonal, before it was raised."""
+    """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
 
 
 def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Factor:
     """Factor C = D S D + shift I; only the lower triangle of S is read.
 
     Args:
-        s_bkk: [b, k, k], float32 (float64 too, by the twin).
+        s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin).
         d_bk: the diagonal D.
         shift_b: added to the diagonal of C.
         inverse: compute W too.
@@ -49,7 +47,7 @@ def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Fa
         return factor_twin(s_bkk, d_bk, shift_b, inverse=inverse)
     b, k, _ = s_bkk.shape
     blocks = triton.cdiv(k, TILE)
-    l_bkk = torch.empty_like(s_bkk, memory_format=torch.contiguous_format)
+    l_bkk = torch.empty_like(s_bkk)
     w_bkk = torch.empty_like(l_bkk)
     pivots = torch.empty(b, blocks, dtype=s_bkk.dtype, device=s_bkk.device)
     # For each matrix: tiles of L done in each block row, then tiles of W done in each block column.
@@ -57,8 +55,7 @@ def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Fa
     scratch = torch.empty(b * blocks * TILE * TILE, dtype=s_bkk.dtype, device=s_bkk.device)
     tiles = blocks * (blocks + 1) // 2 + (blocks * (blocks - 1) // 2 if inverse else 0)
     _factor[(tiles * b,)](
-        s_bkk, d_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, b, k, blocks,
-        s_bkk.stride(0), s_bkk.stride(1), s_bkk.stride(2),
+        s_bkk, d_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, k, b, blocks,
         INVERSE=inverse, T=TILE, C=min(TILE, CHUNK), FLOOR=SMALLEST_PIVOT, num_warps=WARPS,
     )  # fmt: skip
     return Factor(l_bkk, w_bkk if inverse else None, pivots.amin(dim=1))
@@ -146,7 +143,8 @@ def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, T: tl.constexpr, FLOOR: tl.conste
         w_row = tl.sum(tl.where(here, w, -0.0), axis=0)
         column = tl.broadcast_to(row[:, None], (T, T))
         pivot = tl.sum(tl.where(here, column, -0.0), axis=0)
-        smallest = tl.minimum(smallest, pivot)
+        least = tl.minimum(smallest, pivot, propagate_nan=tl.PropagateNan.ALL)
+        smallest = tl.where(c < size, least, smallest)
         root = tl.rsqrt(tl.maximum(pivot, FLOOR))
         inv = root * root
         below = rows[:, None] > c
@@ -157,9 +155,10 @@ def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, T: tl.constexpr, FLOOR: tl.conste
     return tl.min(smallest, axis=0)
 
 
-@triton.jit
+# Each variant takes seconds to compile.
+@triton.jit(do_not_specialize=["b", "blocks"])
 def _factor(
-    s, d, shift, l, w, pivots, done, scratch, b, k, blocks, s_b, s_r, s_c,
+    s, d, shift, l, w, pivots, done, scratch, k, b, blocks,
     INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -175,7 +174,7 @@ def _factor(
     offset = matrix.to(tl.int64) * k * k
     l += offset
     w += offset
-    s += matrix.to(tl.int64) * s_b
+    s += offset
     d += matrix * k
     l_done = done + matrix * 2 * blocks
     w_done = l_done + blocks
@@ -187,7 +186,7 @@ def _factor(
         # The diagonal tile is read from its lower triangle alone.
         first = tl.maximum(rows[:, None], cols[None, :])
         second = tl.minimum(rows[:, None], cols[None, :])
-        acc = tl.load(s + first.to(tl.int64) * s_r + second.to(tl.int64) * s_c, mask=inside, other=0.0)
+        acc = tl.load(s + first.to(tl.int64) * k + second, mask=inside, other=0.0)
         d_rows = tl.load(d + rows, mask=rows < k, other=0.0)
         d_cols = tl.load(d + cols, mask=cols < k, other=0.0)
         acc = acc * d_rows[:, None] * d_cols[None, :]

@@ -58,8 +58,8 @@ def sinkhorn_scales(
             FIRST=i == 0, ROWS=ROWS, R=STRIP, C=COLUMNS, num_warps=4,
         )  # fmt: skip
         _invert[(triton.cdiv(k, VECTOR) + triton.cdiv(n, VECTOR), b)](
-            u, v, p[now], q[now], row_floor_b, column_floor_b, k, n, row_blocks, column_blocks,
-            FIRST=i == 0, V=VECTOR, num_warps=4,
+            u, v, p[old], q[old], p[now], q[now], row_floor_b, column_floor_b,
+            k, n, row_blocks, column_blocks, FIRST=i == 0, V=VECTOR, num_warps=4,
         )  # fmt: skip
     old, now = (iterations - 1) % 2, iterations % 2
     scales = Scales(new(b, k), new(b, n), new(b, k), new(b, n))
@@ -78,8 +78,8 @@ def sinkhorn_scales_twin(
         u = (squares @ q[:, :, None])[:, :, 0]
         v = (p[:, None, :] @ squares)[:, 0, :]
         if i == 0:
-            u = u.masked_fill(u < row_floor_b[:, None], 0.0)
-            v = v.masked_fill(v < column_floor_b[:, None], 0.0)
+            no_row, no_column = u < row_floor_b[:, None], v < column_floor_b[:, None]
+        u, v = u.masked_fill(no_row, 0.0), v.masked_fill(no_column, 0.0)
         before, p, q = p, _inverse(u), _inverse(v)
     total = (before * _inverse(p)).sum(dim=1, keepdim=True)
     n, q = q.shape[1], q.sqrt()
@@ -131,17 +131,17 @@ def _sums(
 
 @triton.jit
 def _invert(
-    u, v, p, q, row_floor, column_floor, k, n, row_blocks, column_blocks,
+    u, v, p_old, q_old, p, q, row_floor, column_floor, k, n, row_blocks, column_blocks,
     FIRST: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """p = 1 / (sum of u over its blocks), q = 1 / (sum of v); zero below the floor."""
+    """p = 1 / (sum of u over its blocks), q = 1 / (sum of v); zero below the floor, for good."""
     block = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64)
     row_programs = tl.cdiv(k, V)
     if block < row_programs:
-        size, parts, source, out, floor = k, column_blocks, u, p, row_floor
+        size, parts, source, old, out, floor = k, column_blocks, u, p_old, p, row_floor
     else:
-        size, parts, source, out, floor = n, row_blocks, v, q, column_floor
+        size, parts, source, old, out, floor = n, row_blocks, v, q_old, q, column_floor
         block -= row_programs
     at = block * V + tl.arange(0, V)
     inside = at < size
@@ -154,6 +154,9 @@ def _invert(
     result = _reciprocal(total)
     if FIRST:
         result = tl.where(total < tl.load(floor + matrix), 0.0, result)
+    else:
+        before = tl.load(old + matrix * size + at, mask=inside, other=0.0)
+        result = tl.where(before == 0, 0.0, result)
     tl.store(out + matrix * size + at, result, mask=inside)
 
 

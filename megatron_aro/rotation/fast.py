@@ -39,14 +39,6 @@ ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
 RANGE = 2.0**12
 
 
-class Step(NamedTuple):
-    """R [b, m, k] and U [b, m, n] of a step, and which matrices must take the ladder instead."""
-
-    rotation: Tensor
-    update: Tensor
-    failed_b: Tensor
-
-
 def covers(config: AROConfig, dtype: torch.dtype) -> bool:
     """Whether `step` computes what the settings ask for."""
     return (
@@ -58,38 +50,49 @@ def covers(config: AROConfig, dtype: torch.dtype) -> bool:
     )
 
 
-def step(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Step:
-    """Steps 2 to 5 for matrices whose momentum times ``scale_b`` has its largest entry in [1, 4).
+def attempt(
+    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
+) -> tuple[Tensor, Tensor]:
+    """Steps 2 and 3: the new R, and which matrices must climb the ladder instead.
 
-    Where ``scale_b`` is 0 the momentum counts as zero: R as it is, to rounding, and U = 0.
+    ``m_bmn`` times ``scale_b`` has its largest entry in [1, 4). Where ``scale_b`` is 0 the
+    momentum counts as zero, whatever it holds, and R comes back as it is, to rounding.
     """
     split = config.precision == "fp16x3"
-    m = _Momentum(*halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, square_sums=True))
+    m = _momentum(m_bmn, scale_b, split)
     r = halves(r_bmk, split=split, factor=RANGE)[0]
     x, scales = _projected(r, m, config)
     if config.qr == "scqr":
-        q, failed = _one_pass(m, x, scales, config, split)
-    else:
-        square = r_bmk.shape[1] == r_bmk.shape[2]
-        q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
-        q, failed = _last_pass(q1)
-    del x
-    y, scales = _projected(halves(q, split=split, factor=RANGE)[0], m, config)
+        return _one_pass(m, x, scales, config, split)
+    square = r_bmk.shape[1] == r_bmk.shape[2]
+    q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
+    return _last_pass(q1)
+
+
+def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Tensor:
+    """Steps 4 and 5: U [b, m, n] in the frame R; arguments as for `attempt`."""
+    split = config.precision == "fp16x3"
+    m = _momentum(m_bmn, scale_b, split)
+    y, scales = _projected(halves(r_bmk, split=split, factor=RANGE)[0], m, config)
+    del m
     f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, square_sums=True)
     del y
     size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
     if config.qr == "scqr":  # R is far from orthonormal
-        d = product(halves(q, split=False, factor=RANGE)[0], f)
+        d = product(halves(r_bmk, split=False, factor=RANGE)[0], f)
         norm = torch.linalg.vector_norm(d, dim=(1, 2))
-        return Step(q, d.mul_(_size_over(size, norm)[:, None, None]), failed)
+        return d.mul_(_size_over(size, norm)[:, None, None])
     # R f has the norm of f, which scales R beforehand.
-    u = product(halves(q, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
-    return Step(q, u, failed)
+    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
 
 
 class _Momentum(NamedTuple):
     halves: Halves
     squares_b: Tensor
+
+
+def _momentum(m_bmn: Tensor, scale_b: Tensor, split: bool) -> _Momentum:
+    return _Momentum(*halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, square_sums=True))
 
 
 def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
+from megatron_aro.rotation import fast
 from megatron_aro.rotation.orthonormal import climb, first_attempt
 from megatron_aro.rotation.policies import target
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
@@ -131,7 +132,10 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     if config.rotation == "none":
         return Attempt(frame, None)
     with _own_precision(batch):
-        q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
+        if fast.covers(config, batch.momentum.dtype):
+            q, failed_b = fast.attempt(batch.rotation, batch.momentum, frame.factor, config)
+        else:
+            q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
     failed_b &= frame.active.flatten()
     _keep_or_replace(batch, frame, q, failed_b)
     batch.fallbacks[:, 0] += frame.active.flatten()
@@ -159,6 +163,8 @@ def finish_update(
     with _own_precision(batch):
         if climbing:
             _climb(batch, attempt.frame, climbing, config)
+        if fast.covers(config, batch.momentum.dtype):
+            return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
 
 
@@ -187,6 +193,11 @@ class _Frame:
         # which times beta round to themselves, and be normalised to full updates for ever.
         active = finite & (largest >= torch.finfo(largest.dtype).tiny)
         return cls(reciprocal_power_of_two(largest), finite, active)
+
+    @property
+    def factor(self) -> Tensor:
+        """[b]: the scale, and 0 where the momentum counts as zero."""
+        return self.scale.masked_fill(~self.active, 0.0).flatten()
 
     def momentum(self, batch: MatrixBatch) -> Tensor:
         return (batch.momentum * self.scale).masked_fill_(~self.active, 0.0)
