@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_aro.kernels.flags import announce, wait
 from megatron_aro.kernels.support import use_triton
 
 TILE, CHUNK, WARPS = 32, 16, 1
-# Pivots of C below this count as rounding and are raised to it, so that no factor is NaN.
-SMALLEST_PIVOT = 1e-12
 
 
 class Factor(NamedTuple):
@@ -34,17 +33,24 @@ class Factor(NamedTuple):
     """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
 
 
-def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Factor:
+def factor(
+    s_bkk: Tensor, squares_bk: Tensor, shift_b: Tensor, *, inverse: bool, unit: bool = True
+) -> Factor:
     """Factor C = D S D + shift I; only the lower triangle of S is read.
+
+    A pivot is at least the shift but for rounding, and is raised to it.
 
     Args:
         s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin).
-        d_bk: the diagonal D.
+        squares_bk: D^-2; where it is 0, D is 0.
         shift_b: added to the diagonal of C.
         inverse: compute W too.
+        unit: ``squares_bk`` is the diagonal of S, and more exact than what S holds, so that C has
+            ones there. A product on tensor cores truncates: the sums of squares on its diagonal
+            come out too small by 1e-5, which would make a nearly singular C indefinite.
     """
     if not use_triton(s_bkk):
-        return factor_twin(s_bkk, d_bk, shift_b, inverse=inverse)
+        return factor_twin(s_bkk, squares_bk, shift_b, inverse=inverse, unit=unit)
     b, k, _ = s_bkk.shape
     blocks = triton.cdiv(k, TILE)
     l_bkk = torch.empty_like(s_bkk)
@@ -55,39 +61,31 @@ def factor(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Fa
     scratch = torch.empty(b * blocks * TILE * TILE, dtype=s_bkk.dtype, device=s_bkk.device)
     tiles = blocks * (blocks + 1) // 2 + (blocks * (blocks - 1) // 2 if inverse else 0)
     _factor[(tiles * b,)](
-        s_bkk, d_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, k, b, blocks,
-        INVERSE=inverse, T=TILE, C=min(TILE, CHUNK), FLOOR=SMALLEST_PIVOT, num_warps=WARPS,
+        s_bkk, squares_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, k, b, blocks,
+        INVERSE=inverse, T=TILE, C=min(TILE, CHUNK), UNIT=unit, num_warps=WARPS,
     )  # fmt: skip
     return Factor(l_bkk, w_bkk if inverse else None, pivots.amin(dim=1))
 
 
-def factor_twin(s_bkk: Tensor, d_bk: Tensor, shift_b: Tensor, *, inverse: bool) -> Factor:
-    """The same by torch, one column after the other only where Cholesky fails."""
-    c = torch.tril(d_bk[:, :, None] * s_bkk * d_bk[:, None, :])
-    c.diagonal(dim1=1, dim2=2).add_(shift_b[:, None])
+def factor_twin(
+    s_bkk: Tensor, squares_bk: Tensor, shift_b: Tensor, *, inverse: bool, unit: bool
+) -> Factor:
+    """The same by torch; a matrix that is not positive definite has L = I and pivot 0."""
+    d = squares_bk.rsqrt().masked_fill_(squares_bk == 0, 0.0)
+    c = torch.tril(d[:, :, None] * s_bkk * d[:, None, :])
+    diagonal = c.diagonal(dim1=1, dim2=2)
+    if unit:
+        diagonal.copy_(squares_bk > 0)
+    diagonal.add_(shift_b[:, None])
     l_bkk, info = torch.linalg.cholesky_ex(c, check_errors=False)
     smallest = l_bkk.diagonal(dim1=1, dim2=2).square().amin(dim=1)
     smallest = torch.where(info == 0, smallest, 0.0)
+    eye = torch.eye(c.shape[1], dtype=c.dtype, device=c.device).expand_as(c)
+    l_bkk = torch.where((info == 0)[:, None, None], l_bkk, eye)
     w_bkk = None
     if inverse:
-        eye = torch.eye(c.shape[1], dtype=c.dtype, device=c.device).expand_as(c)
         w_bkk = torch.linalg.solve_triangular(l_bkk, eye, upper=False)
     return Factor(l_bkk, w_bkk, smallest)
-
-
-@triton.jit
-def _wait(counter, target):
-    """Until the counter has reached the target; returns what it holds then."""
-    value = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while value < target:
-        value = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    return value
-
-
-@triton.jit
-def _announce(counter, value):
-    tl.debug_barrier()  # all of this program's stores come before the release below
-    tl.atomic_xchg(counter, value, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -124,7 +122,7 @@ def _put(base, i, j, k, value, T: tl.constexpr):
 
 
 @triton.jit
-def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, T: tl.constexpr, FLOOR: tl.constexpr):
+def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, floor, T: tl.constexpr):
     """L and L^-1 of one symmetric tile by elimination; returns the smallest pivot.
 
     Step c reads row c (column c by symmetry) and takes its multiple from the rows below, in the
@@ -145,21 +143,64 @@ def _factor_tile(a_ptr, l_ptr, w_ptr, k, size, T: tl.constexpr, FLOOR: tl.conste
         pivot = tl.sum(tl.where(here, column, -0.0), axis=0)
         least = tl.minimum(smallest, pivot, propagate_nan=tl.PropagateNan.ALL)
         smallest = tl.where(c < size, least, smallest)
-        root = tl.rsqrt(tl.maximum(pivot, FLOOR))
+        root = tl.rsqrt(tl.maximum(pivot, floor))
         inv = root * root
         below = rows[:, None] > c
         a = tl.where(below, a - column * (row * inv)[None, :], a)
         w = tl.where(below, w - column * (w_row * inv)[None, :], w)
-        tl.store(l_ptr + cols * k + c, row * root, mask=(cols >= c) & (cols < size) & (c < size))
-        tl.store(w_ptr + c * k + cols, w_row * root, mask=(cols < size) & (c < size))
+        a = tl.where(here, (row * root)[None, :], a)
+        w = tl.where(here, (w_row * root)[None, :], w)
+    inside = (rows < size)[:, None] & (cols < size)[None, :]
+    upper = rows[:, None] <= cols[None, :]
+    tl.store(l_ptr + cols[None, :] * k + rows[:, None], a, mask=inside & upper)
+    tl.store(w_ptr + rows[:, None] * k + cols[None, :], w, mask=inside)
     return tl.min(smallest, axis=0)
+
+
+@triton.jit
+def _scaled(s, squares, shift, i, j, k, T: tl.constexpr, UNIT: tl.constexpr):
+    """Tile (i, j) of C, i >= j; the identity where it ends. Read from S's lower triangle alone."""
+    rows = i * T + tl.arange(0, T)
+    cols = j * T + tl.arange(0, T)
+    inside = (rows < k)[:, None] & (cols < k)[None, :]
+    first = tl.maximum(rows[:, None], cols[None, :])
+    second = tl.minimum(rows[:, None], cols[None, :])
+    value = tl.load(s + first.to(tl.int64) * k + second, mask=inside, other=0.0)
+    row_squares = tl.load(squares + rows, mask=rows < k, other=0.0)
+    column_squares = tl.load(squares + cols, mask=cols < k, other=0.0)
+    row_scale = tl.where(row_squares > 0, tl.rsqrt(row_squares), 0.0)
+    column_scale = tl.where(column_squares > 0, tl.rsqrt(column_squares), 0.0)
+    value = value * row_scale[:, None] * column_scale[None, :]
+    diagonal = rows[:, None] == cols[None, :]
+    if UNIT:
+        value = tl.where(diagonal, tl.where(row_squares > 0, 1.0, 0.0)[:, None], value)
+    value += tl.where(diagonal, tl.load(shift), 0.0)
+    return tl.where(diagonal & (rows >= k)[:, None], 1.0, value)
+
+
+@triton.jit
+def _subtract(acc, l, l_done, i, j, stop, k, T: tl.constexpr, C: tl.constexpr):
+    """acc - sum over t below stop of L_it L_jt^T."""
+    ready = 0
+    t = 0
+    while t < stop:
+        if t >= ready:
+            ready = wait(l_done + i, t + 1)
+            if i != j:
+                ready = tl.minimum(ready, wait(l_done + j, t + 1))
+        for c in tl.static_range(0, T, C):
+            left = _part(l, i, t, k, c, T, C)
+            right = _part(l, j, t, k, c, T, C)
+            acc -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
+        t += 1
+    return acc
 
 
 # Each variant takes seconds to compile.
 @triton.jit(do_not_specialize=["b", "blocks"])
 def _factor(
     s, d, shift, l, w, pivots, done, scratch, k, b, blocks,
-    INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr,
+    INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     matrix = pid % b
@@ -180,55 +221,46 @@ def _factor(
     w_done = l_done + blocks
     if tile < blocks - g:
         i = g + tile
-        rows = i * T + tl.arange(0, T)
-        cols = g * T + tl.arange(0, T)
-        inside = (rows < k)[:, None] & (cols < k)[None, :]
-        # The diagonal tile is read from its lower triangle alone.
-        first = tl.maximum(rows[:, None], cols[None, :])
-        second = tl.minimum(rows[:, None], cols[None, :])
-        acc = tl.load(s + first.to(tl.int64) * k + second, mask=inside, other=0.0)
-        d_rows = tl.load(d + rows, mask=rows < k, other=0.0)
-        d_cols = tl.load(d + cols, mask=cols < k, other=0.0)
-        acc = acc * d_rows[:, None] * d_cols[None, :]
-        diagonal = rows[:, None] == cols[None, :]
-        acc += tl.where(diagonal, tl.load(shift + matrix), 0.0)
-        acc = tl.where(diagonal & ~inside, 1.0, acc)
-        ready = 0
-        t = 0
-        while t < g:
-            if t >= ready:
-                ready = tl.minimum(_wait(l_done + i, t + 1), _wait(l_done + g, t + 1))
-            for c in tl.static_range(0, T, C):
-                left = _part(l, i, t, k, c, T, C)
-                right = _part(l, g, t, k, c, T, C)
-                acc -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
-            t += 1
+        acc = _scaled(s, d, shift + matrix, i, g, k, T, UNIT)
         if tile == 0:
+            # L_g,g-1, which the next program computes too, is not waited for: the chain of
+            # diagonal tiles is what the launch takes longest for.
+            if g > 0:
+                last = _scaled(s, d, shift + matrix, g, g - 1, k, T, UNIT)
+                last = _subtract(last, l, l_done, g, g - 1, g - 1, k, T, C)
+                acc = _subtract(acc, l, l_done, g, g, g - 1, k, T, C)
+                wait(l_done + g - 1, g)
+                inverse = _tile(w, g - 1, g - 1, k, T)
+                last = tl.dot(last, tl.trans(inverse), input_precision="tf32x3")
+                acc -= tl.dot(last, tl.trans(last), input_precision="tf32x3")
             here = scratch + (matrix * blocks + g) * T * T
             inner = tl.arange(0, T)
             tl.store(here + inner[:, None] * T + inner[None, :], acc)
             tl.debug_barrier()
             corner = (g * T).to(tl.int64) * (k + 1)
             size = k - g * T
-            smallest = _factor_tile(here, l + corner, w + corner, k, size, T, FLOOR)
+            floor = tl.maximum(tl.load(shift + matrix), 1e-12)
+            smallest = _factor_tile(here, l + corner, w + corner, k, size, floor, T)
             tl.store(pivots + matrix * blocks + g, smallest)
+            wait(l_done + g, g)
         else:
-            _wait(l_done + g, g + 1)
+            acc = _subtract(acc, l, l_done, i, g, g, k, T, C)
+            wait(l_done + g, g + 1)
             inverse = _tile(w, g, g, k, T)
             _put(l, i, g, k, tl.dot(acc, tl.trans(inverse), input_precision="tf32x3"), T)
-        _announce(l_done + i, g + 1)
+        announce(l_done + i, g + 1)
     else:
         # W_gj = -W_gg sum over t of L_gt W_tj, t from j to g - 1
         j = tile - (blocks - g)
         acc = tl.zeros([T, T], dtype=tl.float32)
-        _wait(l_done + g, g + 1)
+        wait(l_done + g, g + 1)
         ready = j
         t = j
         while t < g:
             if t > ready:
-                ready = _wait(w_done + j, t)
+                ready = wait(w_done + j, t)
             acc += tl.dot(_tile(l, g, t, k, T), _tile(w, t, j, k, T), input_precision="tf32x3")
             t += 1
         inverse = _tile(w, g, g, k, T)
         _put(w, g, j, k, -tl.dot(inverse, acc, input_precision="tf32x3"), T)
-        _announce(w_done + j, g)
+        announce(w_done + j, g)

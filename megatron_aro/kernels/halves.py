@@ -8,7 +8,7 @@ lo x lo) are as good as a float32 one at several times its rate. All sums are fl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_aro.kernels.support import use_triton
 
 LARGEST = 65504.0  # float16's
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
 
 
 class Halves(NamedTuple):
@@ -42,7 +42,7 @@ def halves(
     factor: float = 1.0,
     lower: bool = False,
     unit: bool = False,
-    square_sums: bool = False,
+    squares: Literal["rows", "columns"] | None = None,
 ) -> tuple[Halves, Tensor | None]:
     """``factor * scale * diag(rows) x diag(columns)``; entries beyond float16 become its largest.
 
@@ -52,29 +52,32 @@ def halves(
         scale_b: where it is 0 the result is 0, whatever x holds.
         lower: zeros above the diagonal.
         unit: ``factor`` on the diagonal.
-        square_sums: also return the sum of the result's squares, [b].
+        squares: also return the sums of squares of the result's rows [b, r] or columns [b, c], of
+            what the halves hold, in float32.
     """
     if not use_triton(x_brc):
         return _halves_twin(
-            x_brc, split, scale_b, rows_br, columns_bc, factor, lower, unit, square_sums
+            x_brc, split, scale_b, rows_br, columns_bc, factor, lower, unit, squares
         )
     b, r, c = x_brc.shape
     hi = torch.empty(b, r, c, dtype=torch.float16, device=x_brc.device)
     lo = torch.empty_like(hi) if split else hi
     grid = triton.cdiv(c, BLOCK_COLUMNS), triton.cdiv(r, BLOCK_ROWS), b
-    sums = x_brc.new_empty(b, grid[0] * grid[1]) if square_sums else x_brc
+    sums = x_brc
+    if squares:
+        sums = x_brc.new_empty(b, *((grid[0], r) if squares == "rows" else (grid[1], c)))
     _halves[grid](
         x_brc, hi, lo, *(x_brc if v is None else v for v in (scale_b, rows_br, columns_bc)), sums,
         r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
-        columns_bc is not None, lower, unit, square_sums, BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
+        columns_bc is not None, lower, unit, squares == "rows", squares == "columns", BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
         num_warps=4,
     )  # fmt: skip
-    return Halves(hi, lo if split else None), sums.sum(dim=1) if square_sums else None
+    return Halves(hi, lo if split else None), sums.sum(dim=1) if squares else None
 
 
 def _halves_twin(
     x: Tensor, split: bool, scale: Tensor | None, rows: Tensor | None, columns: Tensor | None,
-    factor: float, lower: bool, unit: bool, square_sums: bool,
+    factor: float, lower: bool, unit: bool, squares: str | None,
 ) -> tuple[Halves, Tensor | None]:  # fmt: skip
     """The same by torch."""
     if scale is not None:
@@ -91,7 +94,10 @@ def _halves_twin(
     x = x.clamp(-LARGEST, LARGEST)
     hi = x.half()
     lo = (x - hi).half() if split else None
-    return Halves(hi, lo), x.square().sum(dim=(1, 2)) if square_sums else None
+    if squares is None:
+        return Halves(hi, lo), None
+    kept = hi.float() if lo is None else hi.float() + lo.float()
+    return Halves(hi, lo), kept.square().sum(dim=2 if squares == "rows" else 1)
 
 
 def product(a: Halves, b: Halves) -> Tensor:
@@ -135,8 +141,8 @@ def _add_mm(out: Tensor, a: Tensor, b: Tensor) -> None:
 def _halves(
     x, hi, lo, scale, row_scale, column_scale, sums, r, c, x_b, x_r, x_c, factor,
     SPLIT: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOWER: tl.constexpr, UNIT: tl.constexpr, SUMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LOWER: tl.constexpr, UNIT: tl.constexpr, ROW_SUMS: tl.constexpr, COLUMN_SUMS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(1) * R + tl.arange(0, R)
@@ -162,9 +168,14 @@ def _halves(
     high = value.to(tl.float16)
     out = matrix * r * c + rows[:, None].to(tl.int64) * c + cols[None, :]
     tl.store(hi + out, high, mask=mask)
+    kept = high.to(tl.float32)
     if SPLIT:
-        tl.store(lo + out, (value - high.to(tl.float32)).to(tl.float16), mask=mask)
-    if SUMS:
-        block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        total = tl.sum(tl.sum(value * value, axis=1), axis=0)
-        tl.store(sums + matrix * tl.num_programs(0) * tl.num_programs(1) + block, total)
+        low = (value - kept).to(tl.float16)
+        tl.store(lo + out, low, mask=mask)
+        kept += low.to(tl.float32)
+    if ROW_SUMS:
+        at = (matrix * tl.num_programs(0) + tl.program_id(0)) * r + rows
+        tl.store(sums + at, tl.sum(kept * kept, axis=1), mask=rows < r)
+    if COLUMN_SUMS:
+        at = (matrix * tl.num_programs(1) + tl.program_id(1)) * c + cols
+        tl.store(sums + at, tl.sum(kept * kept, axis=0), mask=cols < c)

@@ -66,7 +66,7 @@ def attempt(
         return _one_pass(m, x, scales, config, split)
     square = r_bmk.shape[1] == r_bmk.shape[2]
     q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
-    return _last_pass(q1)
+    return _last_pass(*q1)
 
 
 def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Tensor:
@@ -75,7 +75,8 @@ def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> 
     m = _momentum(m_bmn, scale_b, split)
     y, scales = _projected(halves(r_bmk, split=split, factor=RANGE)[0], m, config)
     del m
-    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, square_sums=True)
+    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="rows")
+    assert squares is not None
     del y
     size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
     if config.qr == "scqr":  # R is far from orthonormal
@@ -83,7 +84,7 @@ def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> 
         norm = torch.linalg.vector_norm(d, dim=(1, 2))
         return d.mul_(_size_over(size, norm)[:, None, None])
     # R f has the norm of f, which scales R beforehand.
-    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
+    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sum(dim=1).sqrt()))[0], f)
 
 
 class _Momentum(NamedTuple):
@@ -92,7 +93,9 @@ class _Momentum(NamedTuple):
 
 
 def _momentum(m_bmn: Tensor, scale_b: Tensor, split: bool) -> _Momentum:
-    return _Momentum(*halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, square_sums=True))
+    m, squares = halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, squares="rows")
+    assert squares is not None
+    return _Momentum(m, squares.sum(dim=1))
 
 
 def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:
@@ -103,42 +106,53 @@ def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scal
     return x, sinkhorn_scales(x, config.sinkhorn_iters, whole * row, whole * ZERO_COLUMN**2)
 
 
-def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> Halves:
-    """R N, [b, m, m]."""
-    z, _ = halves(x, split=False, rows_br=scales.p_root, columns_bc=scales.q_root)
+def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halves, Tensor | None]:
+    """R N, [b, m, m], and the sums of squares of its columns."""
+    z, squares = halves(
+        x, split=False, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
+    )
+    assert squares is not None
     s = product(z, z.mT)
-    d = _root_or_zero(s)
-    lower = factor(s, d, torch.full_like(d[:, 0], SHIFT), inverse=False).l_bkk
+    lower = factor(s, squares, torch.full_like(squares[:, 0], SHIFT), inverse=False).l_bkk
     # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
-    pd = scales.p_root * d
+    pd = scales.p_root * _inverse_or_zero(squares.sqrt())
     n, _ = halves(
         lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
         columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
     )  # fmt: skip
-    return halves(product(r, n), split=split, factor=64.0 / (16.0 * RANGE))[0]
+    factor_ = 64.0 / (16.0 * RANGE)
+    return halves(product(r, n), split=split, factor=factor_, squares="columns")
 
 
-def _from_momentum(m: _Momentum, x: Tensor, scales: Scales, split: bool) -> Halves:
-    """M Q^1/2 V with columns of norm 64, [b, m, n]."""
-    z, _ = halves(x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root)
-    s = gram(z.mT)
-    d = _root_or_zero(s)
-    inverse = factor(s, d, torch.full_like(d[:, 0], SHIFT), inverse=True).w_bkk
+def _from_momentum(
+    m: _Momentum, x: Tensor, scales: Scales, split: bool
+) -> tuple[Halves, Tensor | None]:
+    """M Q^1/2 V with columns of norm 64, [b, m, n], and the sums of squares of its columns."""
+    z, squares = halves(
+        x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
+    )
+    assert squares is not None
+    inverse = factor(
+        gram(z.mT), squares, torch.full_like(squares[:, 0], SHIFT), inverse=True
+    ).w_bkk
     assert inverse is not None
+    d = _inverse_or_zero(squares.sqrt())
     w, _ = halves(inverse, split=split, columns_bc=d, factor=64.0, lower=True)
     v = product(z.mT, w.mT)
     root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
     q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
     norms = torch.linalg.vector_norm(q1, dim=1)
-    return halves(q1, split=split, columns_bc=_inverse_or_zero(norms), factor=64.0)[0]
+    inverse = _inverse_or_zero(norms)
+    return halves(q1, split=split, columns_bc=inverse, factor=64.0, squares="columns")
 
 
-def _last_pass(a: Halves) -> tuple[Tensor, Tensor]:
+def _last_pass(a: Halves, squares_bk: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cholesky QR of A: Q [b, m, k] and where it is not orthonormal."""
-    p = gram(a)
-    d = _root_or_zero(p)
-    _, inverse, pivot = factor(p, d, torch.full_like(d[:, 0], LAST_SHIFT), inverse=True)
+    assert squares_bk is not None
+    shift = torch.full_like(squares_bk[:, 0], LAST_SHIFT)
+    _, inverse, pivot = factor(gram(a), squares_bk, shift, inverse=True)
     assert inverse is not None
+    d = _inverse_or_zero(squares_bk.sqrt())
     w, _ = halves(inverse, split=True, columns_bc=d, factor=1024.0, lower=True)
     q = product(a, w.mT).mul_(1.0 / 1024.0)
     return q, ~(pivot > SMALLEST_PIVOT)
@@ -156,17 +170,13 @@ def _one_pass(
     diagonal = p.diagonal(dim1=1, dim2=2)
     top = diagonal.amax(dim=1)
     shift = config.scqr_eps * diagonal.sum(dim=1) * _inverse_or_zero(top)
-    d = _inverse_or_zero(top.sqrt())[:, None].expand_as(diagonal).contiguous()
-    _, inverse, pivot = factor(p, d, shift, inverse=True)
+    tops = top[:, None].expand_as(diagonal).contiguous()
+    _, inverse, pivot = factor(p, tops, shift, inverse=True, unit=False)
     assert inverse is not None
-    w, _ = halves(inverse, split=True, columns_bc=d, factor=4096.0, lower=True)
+    scale = _inverse_or_zero(top.sqrt())
+    w, _ = halves(inverse, split=True, scale_b=scale, factor=4096.0, lower=True)
     q = product(h, w.mT).mul_(1.0 / 4096.0)
-    return q, ~(pivot > 0)
-
-
-def _root_or_zero(p_bkk: Tensor) -> Tensor:
-    """1 over the square root of the diagonal, [b, k]."""
-    return _inverse_or_zero(p_bkk.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
+    return q, ~(pivot > 0.5 * shift)
 
 
 def _inverse_or_zero(x: Tensor) -> Tensor:

@@ -37,19 +37,23 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inverse", [False, True])
-def test_factor(device, inverse):
+@pytest.mark.parametrize("unit", [False, True])
+def test_factor(device, inverse, unit):
     """L and W of D S D + shift I: 1e-5 is float32's rounding times the condition, at most 1e2."""
     for k in sizes(device):
         x = normal(2, k, k + k // 2 + 1)
         s = (x @ x.mT).float()
         s[1] *= 1e-20
-        d = s.diagonal(dim1=1, dim2=2).rsqrt()
+        squares = s.diagonal(dim1=1, dim2=2).contiguous()
+        d = squares.rsqrt()
         shift = torch.tensor([1e-2, 1e-1])
         c = d[:, :, None].double() * s.double() * d[:, None, :].double()
         c.diagonal(dim1=1, dim2=2).add_(shift[:, None].double())
         lower = torch.linalg.cholesky(c)
         hidden = s + torch.triu(torch.full_like(s, torch.nan), 1)  # only one triangle is read
-        result = factor(hidden.to(device), d.to(device), shift.to(device), inverse=inverse)
+        result = factor(
+            hidden.to(device), squares.to(device), shift.to(device), inverse=inverse, unit=unit
+        )
         assert relative(torch.tril(result.l_bkk), lower) < 1e-5
         pivot = lower.diagonal(dim1=1, dim2=2).square().amin(dim=1)
         torch.testing.assert_close(
@@ -66,7 +70,7 @@ def test_factor_of_singular(device):
     x = normal(2, k, 1).float()
     x[1] = 0
     s = x @ x.mT
-    d = torch.where(s.diagonal(dim1=1, dim2=2) > 0, s.diagonal(dim1=1, dim2=2).rsqrt(), 0.0)
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
     shifted = factor(s.to(device), d.to(device), torch.full((2,), 1e-5, device=device), inverse=True)
     assert torch.tril(shifted.l_bkk).isfinite().all()
     assert torch.tril(shifted.w_bkk).isfinite().all()
@@ -79,7 +83,7 @@ def test_factor_of_nan_stays_alone(device):
     """NaN in one matrix shows in its smallest pivot and nowhere else."""
     x = normal(3, 70, 100)
     s = (x @ x.mT).float()
-    d = s.diagonal(dim1=1, dim2=2).rsqrt()
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
     shift = torch.full((3,), 1e-3)
     bad = s.clone()
     bad[1, 50, 20] = torch.nan
@@ -144,18 +148,21 @@ def test_halves(device, scale):
         power = 2.0 ** -round(torch.tensor(scale).log2().item())
         scale_b = torch.tensor([power, power, 0.0], device=device)
         rows, columns = normal(3, r, seed=1).abs(), normal(3, c, seed=2).abs()
-        wanted = rows[:, :, None] * exact * power * columns[:, None, :] * 8.0
+        wanted = rows[:, :, None] * exact * power * columns[:, None, :] * 512.0
         wanted[2] = 0
         for layout in (given, given.mT.contiguous().mT, given.repeat_interleave(2, dim=2)[..., ::2]):
-            both, squares = halves(
-                layout.to(device), split=True, scale_b=scale_b, factor=8.0, square_sums=True,
-                rows_br=rows.float().to(device), columns_bc=columns.float().to(device),
-            )  # fmt: skip
-            assert relative(both.hi, wanted) < 5e-4
-            assert relative(both.hi.double() + both.lo.double(), wanted) < 1e-6
-            torch.testing.assert_close(
-                squares.double().cpu(), wanted.square().sum(dim=(1, 2)), rtol=1e-5, atol=0
-            )
+            for dim, kind in ((2, "rows"), (1, "columns")):
+                both, squares = halves(
+                    layout.to(device), split=True, scale_b=scale_b, factor=512.0, squares=kind,
+                    rows_br=rows.float().to(device), columns_bc=columns.float().to(device),
+                )  # fmt: skip
+                assert relative(both.hi, wanted) < 5e-4
+                assert relative(both.hi.double() + both.lo.double(), wanted) < 1e-6
+                exact_squares = wanted.square().sum(dim=dim)
+                torch.testing.assert_close(squares.double().cpu(), exact_squares, rtol=1e-5, atol=0)
+            single, squares = halves(layout.to(device), split=False, scale_b=scale_b, squares="rows")
+            kept = single.hi.double().square().sum(dim=2)
+            torch.testing.assert_close(squares.double(), kept, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -188,7 +195,7 @@ def test_results_repeat():
     """Programs that wait for each other give the same bits in every run."""
     x = torch.randn(3, 1000, 1500, device="cuda")
     s = x @ x.mT
-    d = s.diagonal(dim1=1, dim2=2).rsqrt()
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
     shift = torch.full((3,), 1e-6, device="cuda")
     first = factor(s, d, shift, inverse=True)
     for _ in range(20):
