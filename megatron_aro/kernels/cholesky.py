@@ -1,6 +1,6 @@
 """Batched Cholesky factor and its inverse in one launch.
 
-L and W = L^-1 of C = D S D + shift I, [b, k, k] float32, D a diagonal. The matrix is cut in tiles
+L and W of C = D S D + shift I, W the inverses of L's diagonal blocks, [b, k, k] float32, D a diagonal. The matrix is cut in tiles
 of TILE; one program computes one tile of L or W and waits, by flags in memory, for the tiles that
 it needs. These all belong to programs of smaller index, which the device starts earlier, so the
 programs never wait for each other in a circle however few of them fit on the device. What a launch
@@ -25,10 +25,13 @@ TILE, CHUNK, WARPS = 32, 16, 1
 
 
 class Factor(NamedTuple):
-    """C = L L^T with W = L^-1, both [b, k, k] and defined on and below the diagonal only."""
+    """C = L L^T, [b, k, k], and the inverses of its diagonal blocks in the places of these blocks;
+    both are defined on and below the diagonal only."""
 
     l_bkk: Tensor
     w_bkk: Tensor | None
+    blocks: list[slice]
+    """The rows of each block that W inverts."""
     smallest_pivot_b: Tensor
     """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
 
@@ -44,7 +47,7 @@ def factor(
         s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin).
         squares_bk: D^-2; where it is 0, D is 0.
         shift_b: added to the diagonal of C.
-        inverse: compute W too.
+        inverse: compute W too, else it is None.
         unit: ``squares_bk`` is the diagonal of S, and more exact than what S holds, so that C has
             ones there. A product on tensor cores truncates: the sums of squares on its diagonal
             come out too small by 1e-5, which would make a nearly singular C indefinite.
@@ -59,12 +62,22 @@ def factor(
     # For each matrix: tiles of L done in each block row, then tiles of W done in each block column.
     done = torch.zeros(b, 2, blocks, dtype=torch.int32, device=s_bkk.device)
     scratch = torch.empty(b * blocks * TILE * TILE, dtype=s_bkk.dtype, device=s_bkk.device)
-    tiles = blocks * (blocks + 1) // 2 + (blocks * (blocks - 1) // 2 if inverse else 0)
+    inverted = _inverted(b, k)
+    band = triton.cdiv(inverted[0].stop, TILE)
+    tiles = blocks * (blocks + 1) // 2
+    if inverse:
+        tiles += sum(g % band for g in range(blocks))
     _factor[(tiles * b,)](
-        s_bkk, squares_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, k, b, blocks,
+        s_bkk, squares_bk, shift_b, l_bkk, w_bkk, pivots, done, scratch, k, b, blocks, band,
         INVERSE=inverse, T=TILE, C=min(TILE, CHUNK), UNIT=unit, num_warps=WARPS,
     )  # fmt: skip
-    return Factor(l_bkk, w_bkk if inverse else None, pivots.amin(dim=1))
+    return Factor(l_bkk, w_bkk if inverse else None, inverted, pivots.amin(dim=1))
+
+
+def _inverted(b: int, k: int) -> list[slice]:
+    """W costs as much as L within a block, products of other kernels beyond: more or less by b."""
+    size = 2048 if b == 1 else 1024
+    return [slice(start, min(start + size, k)) for start in range(0, k, size)]
 
 
 def factor_twin(
@@ -82,10 +95,14 @@ def factor_twin(
     smallest = torch.where(info == 0, smallest, 0.0)
     eye = torch.eye(c.shape[1], dtype=c.dtype, device=c.device).expand_as(c)
     l_bkk = torch.where((info == 0)[:, None, None], l_bkk, eye)
-    w_bkk = None
-    if inverse:
-        w_bkk = torch.linalg.solve_triangular(l_bkk, eye, upper=False)
-    return Factor(l_bkk, w_bkk, smallest)
+    w_bkk = torch.zeros_like(l_bkk) if inverse else None
+    inverted = _inverted(*c.shape[:2])
+    for rows in inverted if w_bkk is not None else []:
+        block = l_bkk[:, rows, rows]
+        w_bkk[:, rows, rows] = torch.linalg.solve_triangular(
+            block, eye[:, rows, rows], upper=False
+        )
+    return Factor(l_bkk, w_bkk, inverted, smallest)
 
 
 @triton.jit
@@ -197,9 +214,9 @@ def _subtract(acc, l, l_done, i, j, stop, k, T: tl.constexpr, C: tl.constexpr):
 
 
 # Each variant takes seconds to compile.
-@triton.jit(do_not_specialize=["b", "blocks"])
+@triton.jit(do_not_specialize=["b", "blocks", "band"])
 def _factor(
-    s, d, shift, l, w, pivots, done, scratch, k, b, blocks,
+    s, d, shift, l, w, pivots, done, scratch, k, b, blocks, band,
     INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -211,7 +228,7 @@ def _factor(
     while tile >= size:
         tile -= size
         g += 1
-        size = blocks if INVERSE else blocks - g
+        size = blocks - g + (g % band if INVERSE else 0)
     offset = matrix.to(tl.int64) * k * k
     l += offset
     w += offset
@@ -222,17 +239,8 @@ def _factor(
     if tile < blocks - g:
         i = g + tile
         acc = _scaled(s, d, shift + matrix, i, g, k, T, UNIT)
+        acc = _subtract(acc, l, l_done, i, g, g, k, T, C)
         if tile == 0:
-            # L_g,g-1, which the next program computes too, is not waited for: the chain of
-            # diagonal tiles is what the launch takes longest for.
-            if g > 0:
-                last = _scaled(s, d, shift + matrix, g, g - 1, k, T, UNIT)
-                last = _subtract(last, l, l_done, g, g - 1, g - 1, k, T, C)
-                acc = _subtract(acc, l, l_done, g, g, g - 1, k, T, C)
-                wait(l_done + g - 1, g)
-                inverse = _tile(w, g - 1, g - 1, k, T)
-                last = tl.dot(last, tl.trans(inverse), input_precision="tf32x3")
-                acc -= tl.dot(last, tl.trans(last), input_precision="tf32x3")
             here = scratch + (matrix * blocks + g) * T * T
             inner = tl.arange(0, T)
             tl.store(here + inner[:, None] * T + inner[None, :], acc)
@@ -242,16 +250,14 @@ def _factor(
             floor = tl.maximum(tl.load(shift + matrix), 1e-12)
             smallest = _factor_tile(here, l + corner, w + corner, k, size, floor, T)
             tl.store(pivots + matrix * blocks + g, smallest)
-            wait(l_done + g, g)
         else:
-            acc = _subtract(acc, l, l_done, i, g, g, k, T, C)
             wait(l_done + g, g + 1)
             inverse = _tile(w, g, g, k, T)
             _put(l, i, g, k, tl.dot(acc, tl.trans(inverse), input_precision="tf32x3"), T)
         announce(l_done + i, g + 1)
     else:
         # W_gj = -W_gg sum over t of L_gt W_tj, t from j to g - 1
-        j = tile - (blocks - g)
+        j = g // band * band + tile - (blocks - g)
         acc = tl.zeros([T, T], dtype=tl.float32)
         wait(l_done + g, g + 1)
         ready = j

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_aro.kernels.support import use_triton
 
 LARGEST = 65504.0  # float16's
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+LONGEST = 1024  # sum on tensor cores where rounding matters
 
 
 class Halves(NamedTuple):
@@ -31,6 +32,9 @@ class Halves(NamedTuple):
     def mT(self) -> Halves:
         return Halves(self.hi.mT, None if self.lo is None else self.lo.mT)
 
+    def columns(self, part: slice) -> Halves:
+        return Halves(self.hi[:, :, part], None if self.lo is None else self.lo[:, :, part])
+
 
 def halves(
     x_brc: Tensor,
@@ -42,7 +46,7 @@ def halves(
     factor: float = 1.0,
     lower: bool = False,
     unit: bool = False,
-    squares: Literal["rows", "columns"] | None = None,
+    squares: Literal["rows", "columns", "all"] | None = None,
 ) -> tuple[Halves, Tensor | None]:
     """``factor * scale * diag(rows) x diag(columns)``; entries beyond float16 become its largest.
 
@@ -52,8 +56,8 @@ def halves(
         scale_b: where it is 0 the result is 0, whatever x holds.
         lower: zeros above the diagonal.
         unit: ``factor`` on the diagonal.
-        squares: also return the sums of squares of the result's rows [b, r] or columns [b, c], of
-            what the halves hold, in float32.
+        squares: also return the sums of squares of the result's rows [b, r], columns [b, c] or
+            all entries [b], of what the halves hold, in float32.
     """
     if not use_triton(x_brc):
         return _halves_twin(
@@ -65,14 +69,17 @@ def halves(
     grid = triton.cdiv(c, BLOCK_COLUMNS), triton.cdiv(r, BLOCK_ROWS), b
     sums = x_brc
     if squares:
-        sums = x_brc.new_empty(b, *((grid[0], r) if squares == "rows" else (grid[1], c)))
+        sums = x_brc.new_empty(b, *((grid[1], c) if squares == "columns" else (grid[0], r)))
     _halves[grid](
         x_brc, hi, lo, *(x_brc if v is None else v for v in (scale_b, rows_br, columns_bc)), sums,
         r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
-        columns_bc is not None, lower, unit, squares == "rows", squares == "columns", BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
+        columns_bc is not None, lower, unit, squares in ("rows", "all"), squares == "columns", BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
         num_warps=4,
     )  # fmt: skip
-    return Halves(hi, lo if split else None), sums.sum(dim=1) if squares else None
+    if squares is None:
+        return Halves(hi, lo if split else None), None
+    dims = (1, 2) if squares == "all" else 1
+    return Halves(hi, lo if split else None), sums.sum(dim=dims)
 
 
 def _halves_twin(
@@ -97,44 +104,51 @@ def _halves_twin(
     if squares is None:
         return Halves(hi, lo), None
     kept = hi.float() if lo is None else hi.float() + lo.float()
-    return Halves(hi, lo), kept.square().sum(dim=2 if squares == "rows" else 1)
+    return Halves(hi, lo), kept.square().sum(dim={"rows": 2, "columns": 1, "all": (1, 2)}[squares])
 
 
-def product(a: Halves, b: Halves) -> Tensor:
-    """``a @ b`` in float32: one product of halves, or all but lo x lo."""
-    out = _mm(a.hi, b.hi)
-    if b.lo is not None:
-        _add_mm(out, a.hi, b.lo)
-    if a.lo is not None:
-        _add_mm(out, a.lo, b.hi)
+def product(a: Halves, b: Halves, alpha: float = 1.0) -> Tensor:
+    """``alpha * a @ b`` in float32: one product of halves, or all but lo x lo."""
+    out = torch.empty(*a.hi.shape[:2], b.hi.shape[2], dtype=torch.float32, device=a.hi.device)
+    _mm(out, a.hi, b.hi, 0.0, alpha)
+    _add_low(out, a, b, alpha)
     return out
+
+
+def add_product(out: Tensor, a: Halves, b: Halves, alpha: float = 1.0) -> None:
+    """``out += alpha * a @ b``."""
+    _mm(out, a.hi, b.hi, 1.0, alpha)
+    _add_low(out, a, b, alpha)
 
 
 def gram(a: Halves) -> Tensor:
-    """``a^T a``, of which only the lower triangle is right."""
-    out = _mm(a.hi.mT, a.hi)
-    if a.lo is not None:
-        # hi^T lo + lo^T hi, the second the transpose of the first
-        _add_mm(out, a.hi.mT, a.lo)
-        _add_mm(out, a.lo.mT, a.hi)
+    """``a^T a``; tensor cores truncate, so the sum of many squares is cut."""
+    k = a.hi.shape[2]
+    out = torch.empty(len(a.hi), k, k, dtype=torch.float32, device=a.hi.device)
+    for start in range(0, a.hi.shape[1], LONGEST):
+        part = a.hi[:, start : start + LONGEST]
+        _mm(out, part.mT, part, float(start > 0), 1.0)
+    _add_low(out, a.mT, a, 1.0)
     return out
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if not a.is_cuda:
-        return a.float() @ b.float()
-    if len(a) == 1:
-        return torch.mm(a[0], b[0], out_dtype=torch.float32)[None]
-    return torch.bmm(a, b, out_dtype=torch.float32)
+def _add_low(out: Tensor, a: Halves, b: Halves, alpha: float) -> None:
+    if b.lo is not None:
+        _mm(out, a.hi, b.lo, 1.0, alpha)
+    if a.lo is not None:
+        _mm(out, a.lo, b.hi, 1.0, alpha)
 
 
-def _add_mm(out: Tensor, a: Tensor, b: Tensor) -> None:
+def _mm(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """``out = beta * out + alpha * a @ b``."""
     if not a.is_cuda:
-        out += a.float() @ b.float()
+        torch.baddbmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
     elif len(a) == 1:
-        torch.addmm(out[0], a[0], b[0], out_dtype=torch.float32, out=out[0])
+        torch.addmm(
+            out[0], a[0], b[0], out_dtype=torch.float32, beta=beta, alpha=alpha, out=out[0]
+        )
     else:
-        torch.baddbmm(out, a, b, out_dtype=torch.float32, out=out)
+        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
 
 
 @triton.jit

@@ -37,30 +37,31 @@ class Scales(NamedTuple):
 
 
 def sinkhorn_scales(
-    x_bkn: Tensor, iterations: int, row_floor_b: Tensor, column_floor_b: Tensor
+    x_bkn: Tensor, iterations: int, squares_b: Tensor, row_share: float, column_share: float
 ) -> Scales:
     """The scales after that many iterations.
 
     Args:
         x_bkn: [b, k, n], contiguous float32 (float64 too, by the twin); its squares must be in
             range.
-        row_floor_b: rows with a smaller sum of squares count as zero.
-        column_floor_b: the same for columns.
+        squares_b: [b], a sum of squares that those of rows and columns are compared with.
+        row_share: rows with a smaller share of it count as zero.
+        column_share: the same for columns.
     """
     if not use_triton(x_bkn):
-        return sinkhorn_scales_twin(x_bkn, iterations, row_floor_b, column_floor_b)
+        return sinkhorn_scales_twin(x_bkn, iterations, squares_b, row_share, column_share)
     b, k, n = x_bkn.shape
     # As many small matrices at a time as stay in the cache through all iterations.
     size = max(1, CACHED // (k * n)) if k * n <= SMALL else b
     parts = [
-        _launch(x_bkn[i : i + size], iterations, row_floor_b[i : i + size], column_floor_b[i : i + size])
+        _launch(x_bkn[i : i + size], iterations, squares_b[i : i + size], row_share, column_share)
         for i in range(0, b, size)
     ]
     return parts[0] if len(parts) == 1 else Scales(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _launch(
-    x_bkn: Tensor, iterations: int, row_floor_b: Tensor, column_floor_b: Tensor
+    x_bkn: Tensor, iterations: int, squares_b: Tensor, row_share: float, column_share: float
 ) -> Scales:
     b, k, n = x_bkn.shape
     row_blocks, column_blocks = triton.cdiv(k, ROWS), triton.cdiv(n, COLUMNS)
@@ -70,7 +71,7 @@ def _launch(
     buffer = x_bkn.new_empty(blocks + 4 * vectors)
     done = torch.zeros(b, iterations, 2, dtype=torch.int32, device=x_bkn.device)
     _scales[(b * (iterations * (sums + inverts) + 1),)](
-        x_bkn, buffer, done, row_floor_b, column_floor_b, b, k, n, iterations,
+        x_bkn, buffer, done, squares_b, row_share, column_share, b, k, n, iterations,
         ROWS=ROWS, R=STRIP, C=COLUMNS, V=VECTOR, num_warps=4,
     )  # fmt: skip
     shapes = [(b, k), (b, n), (b, k), (b, n)]
@@ -79,7 +80,7 @@ def _launch(
 
 
 def sinkhorn_scales_twin(
-    x_bkn: Tensor, iterations: int, row_floor_b: Tensor, column_floor_b: Tensor
+    x_bkn: Tensor, iterations: int, squares_b: Tensor, row_share: float, column_share: float
 ) -> Scales:
     """The same by torch."""
     squares = x_bkn.square()
@@ -89,7 +90,8 @@ def sinkhorn_scales_twin(
         u = (squares @ q[:, :, None])[:, :, 0]
         v = (p[:, None, :] @ squares)[:, 0, :]
         if i == 0:
-            no_row, no_column = u < row_floor_b[:, None], v < column_floor_b[:, None]
+            whole = squares_b[:, None]
+            no_row, no_column = u < row_share * whole, v < column_share * whole
         u, v = u.masked_fill(no_row, 0.0), v.masked_fill(no_column, 0.0)
         before, p, q = p, _inverse(u), _inverse(v)
     total = (before * _inverse(p)).sum(dim=1, keepdim=True)
@@ -110,7 +112,7 @@ def _reciprocal(x):
 
 @triton.jit(do_not_specialize=["b", "iterations"])
 def _scales(
-    x, buffer, done, row_floor, column_floor, b, k, n, iterations,
+    x, buffer, done, squares, row_share, column_share, b, k, n, iterations,
     ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """For each iteration the programs that sum over blocks of X, then those that add and invert;
@@ -159,13 +161,13 @@ def _scales(
         if block < tl.cdiv(k, V):
             _invert(
                 u + matrix * column_blocks * k, column_blocks, end + here + matrix * k,
-                end + there + matrix * k, row_floor + matrix, block, k, iteration == 0, V,
+                end + there + matrix * k, row_share * tl.load(squares + matrix), block, k, iteration == 0, V,
             )  # fmt: skip
         else:
             _invert(
                 v + matrix * row_blocks * n, row_blocks, end + here + wide * k + matrix * n,
-                end + there + wide * k + matrix * n, column_floor + matrix, block - tl.cdiv(k, V), n,
-                iteration == 0, V,
+                end + there + wide * k + matrix * n, column_share * tl.load(squares + matrix),
+                block - tl.cdiv(k, V), n, iteration == 0, V,
             )  # fmt: skip
         count(done + (matrix * iterations + iteration) * 2 + 1)
 
@@ -205,7 +207,7 @@ def _invert(source, parts, old, new, floor, block, size, first, V: tl.constexpr)
         total += tl.load(source + part * size + at, mask=inside, other=0.0, cache_modifier=".cg")
         part += 1
     before = tl.load(old + at, mask=inside, other=0.0, cache_modifier=".cg")
-    zero = tl.where(first, total < tl.load(floor), before == 0)
+    zero = tl.where(first, total < floor, before == 0)
     tl.store(new + at, tl.where(zero, 0.0, _reciprocal(total)), mask=inside)
 
 

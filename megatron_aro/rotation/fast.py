@@ -18,14 +18,15 @@ Shapes: b matrices, m rows, n columns, k = min(m, n).
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.kernels.cholesky import factor
-from megatron_aro.kernels.halves import Halves, gram, halves, product
+from megatron_aro.kernels.cholesky import Factor, factor
+from megatron_aro.kernels.halves import Halves, add_product, gram, halves, product
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.scaling import ZERO_COLUMN
 
@@ -75,7 +76,7 @@ def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> 
     m = _momentum(m_bmn, scale_b, split)
     y, scales = _projected(halves(r_bmk, split=split, factor=RANGE)[0], m, config)
     del m
-    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="rows")
+    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="all")
     assert squares is not None
     del y
     size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
@@ -84,7 +85,7 @@ def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> 
         norm = torch.linalg.vector_norm(d, dim=(1, 2))
         return d.mul_(_size_over(size, norm)[:, None, None])
     # R f has the norm of f, which scales R beforehand.
-    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sum(dim=1).sqrt()))[0], f)
+    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
 
 
 class _Momentum(NamedTuple):
@@ -93,17 +94,16 @@ class _Momentum(NamedTuple):
 
 
 def _momentum(m_bmn: Tensor, scale_b: Tensor, split: bool) -> _Momentum:
-    m, squares = halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, squares="rows")
+    m, squares = halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, squares="all")
     assert squares is not None
-    return _Momentum(m, squares.sum(dim=1))
+    return _Momentum(m, squares)
 
 
 def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:
-    """X = R^T M [b, k, n] times RANGE^2, and Sinkhorn's scales of it."""
-    x = product(r.mT, m.halves)
-    whole = m.squares_b * RANGE**2
+    """X = R^T M [b, k, n], as large as M is given, and Sinkhorn's scales of it."""
+    x = product(r.mT, m.halves, 1.0 / RANGE)
     row = (2.0 * ROUNDOFF[config.precision]) ** 2 / r.hi.shape[1]
-    return x, sinkhorn_scales(x, config.sinkhorn_iters, whole * row, whole * ZERO_COLUMN**2)
+    return x, sinkhorn_scales(x, config.sinkhorn_iters, m.squares_b, row, ZERO_COLUMN**2)
 
 
 def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halves, Tensor | None]:
@@ -113,15 +113,14 @@ def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halv
     )
     assert squares is not None
     s = product(z, z.mT)
-    lower = factor(s, squares, torch.full_like(squares[:, 0], SHIFT), inverse=False).l_bkk
+    lower = factor(s, squares, _constant(SHIFT, squares), inverse=False).l_bkk
     # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
-    pd = scales.p_root * _inverse_or_zero(squares.sqrt())
+    pd = scales.p_root * _root_inverse(squares)
     n, _ = halves(
         lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
         columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
     )  # fmt: skip
-    factor_ = 64.0 / (16.0 * RANGE)
-    return halves(product(r, n), split=split, factor=factor_, squares="columns")
+    return halves(product(r, n, 4.0 / RANGE), split=split, squares="columns")
 
 
 def _from_momentum(
@@ -132,13 +131,8 @@ def _from_momentum(
         x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
     )
     assert squares is not None
-    inverse = factor(
-        gram(z.mT), squares, torch.full_like(squares[:, 0], SHIFT), inverse=True
-    ).w_bkk
-    assert inverse is not None
-    d = _inverse_or_zero(squares.sqrt())
-    w, _ = halves(inverse, split=split, columns_bc=d, factor=64.0, lower=True)
-    v = product(z.mT, w.mT)
+    shift = _constant(SHIFT, squares)
+    v = _solved(z.mT, factor(gram(z.mT), squares, shift, inverse=True), squares, split)
     root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
     q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
     norms = torch.linalg.vector_norm(q1, dim=1)
@@ -149,13 +143,34 @@ def _from_momentum(
 def _last_pass(a: Halves, squares_bk: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cholesky QR of A: Q [b, m, k] and where it is not orthonormal."""
     assert squares_bk is not None
-    shift = torch.full_like(squares_bk[:, 0], LAST_SHIFT)
-    _, inverse, pivot = factor(gram(a), squares_bk, shift, inverse=True)
-    assert inverse is not None
-    d = _inverse_or_zero(squares_bk.sqrt())
-    w, _ = halves(inverse, split=True, columns_bc=d, factor=1024.0, lower=True)
-    q = product(a, w.mT).mul_(1.0 / 1024.0)
-    return q, ~(pivot > SMALLEST_PIVOT)
+    shift = _constant(LAST_SHIFT, squares_bk)
+    result = factor(gram(a), squares_bk, shift, inverse=True)
+    return _solved(a, result, squares_bk, True), ~(result.smallest_pivot_b > SMALLEST_PIVOT)
+
+
+def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
+    """A D L^-T [b, r, k], where D^-2 is the ``squares`` of `factor`.
+
+    Block by block: Q_j = A_j D_j W_jj^T - sum over i < j of Q_i (W_jj L_ji)^T.
+    """
+    assert of.w_bkk is not None
+    d = _root_inverse(squares_bk)
+    parts: list[Tensor] = []
+    done: list[Halves] = []
+    for j in of.blocks:
+        diagonal = of.w_bkk[:, j, j]
+        w, _ = halves(diagonal, split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
+        part = product(a.columns(j), w.mT, 1.0 / RANGE)
+        if done:
+            w, _ = halves(diagonal, split=split, factor=16.0, lower=True)
+            for i, q in zip(of.blocks, done, strict=False):
+                l, _ = halves(of.l_bkk[:, j, i], split=split, factor=RANGE)
+                wl, _ = halves(product(w, l), split=split, factor=-1.0 / RANGE)
+                add_product(part, q, wl.mT, 1.0 / RANGE)
+        if len(of.blocks) > len(done) + 1:
+            done.append(halves(part, split=split, factor=RANGE / 16.0)[0])
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _one_pass(
@@ -171,17 +186,26 @@ def _one_pass(
     top = diagonal.amax(dim=1)
     shift = config.scqr_eps * diagonal.sum(dim=1) * _inverse_or_zero(top)
     tops = top[:, None].expand_as(diagonal).contiguous()
-    _, inverse, pivot = factor(p, tops, shift, inverse=True, unit=False)
-    assert inverse is not None
-    scale = _inverse_or_zero(top.sqrt())
-    w, _ = halves(inverse, split=True, scale_b=scale, factor=4096.0, lower=True)
-    q = product(h, w.mT).mul_(1.0 / 4096.0)
-    return q, ~(pivot > 0.5 * shift)
+    result = factor(p, tops, shift, inverse=True, unit=False)
+    return _solved(h, result, tops, True), ~(result.smallest_pivot_b > 0.5 * shift)
+
+
+@cache
+def _shift(value: float, b: int, device: torch.device) -> Tensor:
+    return torch.full((b,), value, device=device)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    return _shift(value, len(like), like.device)
+
+
+def _root_inverse(squares: Tensor) -> Tensor:
+    return squares.rsqrt().nan_to_num_(posinf=0.0)
 
 
 def _inverse_or_zero(x: Tensor) -> Tensor:
-    return (1.0 / x).masked_fill_(x == 0, 0.0)
+    return x.reciprocal().nan_to_num_(posinf=0.0)
 
 
 def _size_over(size: float, norm_b: Tensor) -> Tensor:
-    return (size / norm_b).masked_fill_(~((norm_b > 0) & norm_b.isfinite()), 0.0)
+    return (size / norm_b).nan_to_num_(0.0, 0.0)

@@ -219,7 +219,7 @@ def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig
 
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
     keep = ~frame.active | failed_b[:, None, None]
-    batch.rotation.copy_(torch.where(keep, batch.rotation, q))
+    torch.where(keep, batch.rotation, q, out=batch.rotation)
 
 
 def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:
