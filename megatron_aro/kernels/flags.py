@@ -6,8 +6,7 @@ however few programs it holds at a time, none waits for one that cannot start.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from megatron_aro.kernels.support import tl, triton
 
 
 @triton.jit

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from megatron_aro.kernels.support import use_triton
+from megatron_aro.kernels.support import tl, triton, use_triton
 
 LARGEST = 65504.0  # float16's
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
@@ -73,12 +71,12 @@ def halves(
     _halves[grid](
         x_brc, hi, lo, *(x_brc if v is None else v for v in (scale_b, rows_br, columns_bc)), sums,
         r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
-        columns_bc is not None, lower, unit, squares in ("rows", "all"), squares == "columns", BLOCK_ROWS, BLOCK_COLUMNS, LARGEST,
-        num_warps=4,
+        columns_bc is not None, lower, unit, squares in ("rows", "all"), squares == "columns",
+        BLOCK_ROWS, BLOCK_COLUMNS, LARGEST, num_warps=4,
     )  # fmt: skip
     if squares is None:
         return Halves(hi, lo if split else None), None
-    dims = (1, 2) if squares == "all" else 1
+    dims = [1, 2] if squares == "all" else [1]
     return Halves(hi, lo if split else None), sums.sum(dim=dims)
 
 
@@ -104,7 +102,8 @@ def _halves_twin(
     if squares is None:
         return Halves(hi, lo), None
     kept = hi.float() if lo is None else hi.float() + lo.float()
-    return Halves(hi, lo), kept.square().sum(dim={"rows": 2, "columns": 1, "all": (1, 2)}[squares])
+    dims = {"rows": [2], "columns": [1], "all": [1, 2]}[squares]
+    return Halves(hi, lo), kept.square().sum(dim=dims)
 
 
 def product(a: Halves, b: Halves, alpha: float = 1.0) -> Tensor:
@@ -144,11 +143,13 @@ def _mm(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
     if not a.is_cuda:
         torch.baddbmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
     elif len(a) == 1:
-        torch.addmm(
-            out[0], a[0], b[0], out_dtype=torch.float32, beta=beta, alpha=alpha, out=out[0]
-        )
+        torch.addmm(out[0], a[0], b[0], out_dtype=torch.float32, beta=beta, alpha=alpha, out=out[0])
+    elif beta == 0.0 and alpha == 1.0:
+        torch.bmm(a, b, out_dtype=torch.float32, out=out)
     else:
-        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
+        if beta == 0.0:  # which baddbmm takes for 1
+            out.zero_()
+        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=1.0, alpha=alpha, out=out)
 
 
 @triton.jit

@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from megatron_aro.kernels.flags import count, wait
-from megatron_aro.kernels.support import use_triton
+from megatron_aro.kernels.support import tl, triton, use_triton
 
 ROWS = 128  # of X in one program of the sums
 STRIP = 16  # of them at a time
@@ -161,7 +159,8 @@ def _scales(
         if block < tl.cdiv(k, V):
             _invert(
                 u + matrix * column_blocks * k, column_blocks, end + here + matrix * k,
-                end + there + matrix * k, row_share * tl.load(squares + matrix), block, k, iteration == 0, V,
+                end + there + matrix * k, row_share * tl.load(squares + matrix), block, k,
+                iteration == 0, V,
             )  # fmt: skip
         else:
             _invert(

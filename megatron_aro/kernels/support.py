@@ -5,10 +5,30 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class _Missing:
+    """Lets the modules of kernels be imported where there is no Triton; the twins run then."""
+
+    @staticmethod
+    def jit(function: Any = None, **_: Any) -> Any:
+        return function if function else lambda decorated: decorated
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"Triton is not installed: {name}")
+
+
+triton: Any
+tl: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = _Missing()
 
 # Triton's own switch: kernels are executed by Python, on CPU tensors too. For tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,7 +50,7 @@ def use_triton(x: Tensor) -> bool:
 def _obstacle(dtype: torch.dtype, device: torch.device) -> str:
     if dtype != torch.float32:
         return f"the kernels are for float32, not {dtype}"
-    if find_spec("triton") is None:
+    if isinstance(triton, _Missing):
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):

@@ -40,11 +40,12 @@ ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
 RANGE = 2.0**12
 
 
-def covers(config: AROConfig, dtype: torch.dtype) -> bool:
-    """Whether `step` computes what the settings ask for."""
+def covers(config: AROConfig, momentum: Tensor) -> bool:
+    """Whether this file has the step that the settings ask for, and the device gains from it."""
     return (
         config.precision in ROUNDOFF
-        and dtype == torch.float32
+        and momentum.is_cuda
+        and momentum.dtype == torch.float32
         and config.projection == "sinkhorn"
         and config.rotation == "aro"
         and config.qr in ("scqr", "scqr2")
@@ -68,6 +69,16 @@ def attempt(
     square = r_bmk.shape[1] == r_bmk.shape[2]
     q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
     return _last_pass(*q1)
+
+
+def climb(
+    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
+) -> tuple[Tensor, Tensor]:
+    """`attempt` and one more pass, for matrices whose last pass met a small pivot."""
+    q, failed = attempt(r_bmk, m_bmn, scale_b, config)
+    if config.qr == "scqr":
+        return q, failed
+    return _last_pass(*halves(q, split=True, factor=RANGE, squares="columns"))
 
 
 def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Tensor:
@@ -155,22 +166,24 @@ def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
     """
     assert of.w_bkk is not None
     d = _root_inverse(squares_bk)
-    parts: list[Tensor] = []
-    done: list[Halves] = []
+    done: list[Tensor] = []
+    past = Halves(torch.empty_like(a.hi), torch.empty_like(a.hi) if split else None)
     for j in of.blocks:
-        diagonal = of.w_bkk[:, j, j]
-        w, _ = halves(diagonal, split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
-        part = product(a.columns(j), w.mT, 1.0 / RANGE)
+        w, _ = halves(of.w_bkk[:, j, j], split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
+        q = product(a.columns(j), w.mT, 1.0 / RANGE)
         if done:
-            w, _ = halves(diagonal, split=split, factor=16.0, lower=True)
-            for i, q in zip(of.blocks, done, strict=False):
-                l, _ = halves(of.l_bkk[:, j, i], split=split, factor=RANGE)
-                wl, _ = halves(product(w, l), split=split, factor=-1.0 / RANGE)
-                add_product(part, q, wl.mT, 1.0 / RANGE)
-        if len(of.blocks) > len(done) + 1:
-            done.append(halves(part, split=split, factor=RANGE / 16.0)[0])
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            before = slice(0, j.start)
+            w, _ = halves(of.w_bkk[:, j, j], split=split, factor=16.0, lower=True)
+            left, _ = halves(of.l_bkk[:, j, before], split=split, factor=RANGE)
+            wl, _ = halves(product(w, left), split=split, factor=-1.0 / RANGE)
+            add_product(q, past.columns(before), wl.mT, 1.0 / RANGE)
+        done.append(q)
+        if j is not of.blocks[-1]:
+            now, _ = halves(q, split=split, factor=RANGE / 16.0)
+            past.hi[:, :, j] = now.hi
+            if past.lo is not None and now.lo is not None:
+                past.lo[:, :, j] = now.lo
+    return done[0] if len(done) == 1 else torch.cat(done, dim=2)
 
 
 def _one_pass(
