@@ -22,8 +22,6 @@ class _Missing:
         raise AttributeError(f"Triton is not installed: {name}")
 
 
-triton: Any
-tl: Any
 try:
     import triton
     import triton.language as tl
