@@ -44,7 +44,7 @@ def factor(
 
     Args:
         s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin); overwritten.
-        squares_bk: D^-2; where it is 0, D is 0.
+        squares_bk: D^-2, 0 (then D is 0) or of a size that float16 can square, 1e-6 to 1e9.
         shift_b: added to the diagonal of C.
         inverse: compute W too, else it is None.
         unit: ``squares_bk`` is the diagonal of S, and more exact than what S holds, so that C has
@@ -54,9 +54,10 @@ def factor(
     if not use_triton(s_bkk):
         return factor_twin(s_bkk, squares_bk, shift_b, inverse=inverse, unit=unit)
     b, k, _ = s_bkk.shape
-    # Rows of L and W are padded, so that all sizes load as fast and take the same compiled kernel.
+    # L and W are padded to whole tiles (of the identity): nothing is masked, and all sizes take
+    # the same compiled kernel.
     pitch = triton.cdiv(k, TILE) * TILE
-    l_bkk, w_bkk = (s_bkk.new_empty(b, k, pitch)[:, :, :k] for _ in range(2))
+    l_bkk, w_bkk = (s_bkk.new_empty(b, pitch, pitch)[:, :k, :k] for _ in range(2))
     pivots = s_bkk.new_empty(b, triton.cdiv(k, TILE))
     if unit:
         s_bkk.diagonal(dim1=1, dim2=2).copy_(squares_bk)
@@ -82,8 +83,9 @@ def factor(
 
 
 def diagonal_blocks(b: int, k: int) -> list[slice]:
-    """The columns of one launch: with more, the last programs would wait for long sums."""
-    size = 512 if b > 1 and k <= 1024 else 1024
+    """The columns of one launch, by what was fastest: products of other kernels do what one block
+    takes from the next at a higher rate, but each costs launches."""
+    size = 2048 if b == 1 else 1024 if k > 1024 else 512
     return [slice(start, min(start + size, k)) for start in range(0, k, size)]
 
 
@@ -104,43 +106,31 @@ def factor_twin(
     l_bkk = torch.where((info == 0)[:, None, None], l_bkk, eye)
     w_bkk = torch.zeros_like(l_bkk)
     blocks = diagonal_blocks(*c.shape[:2])
-    for rows in blocks if w_bkk is not None else []:
+    for rows in blocks if inverse else []:
         block = l_bkk[:, rows, rows]
         w_bkk[:, rows, rows] = torch.linalg.solve_triangular(block, eye[:, rows, rows], upper=False)
     return Factor(l_bkk, w_bkk if inverse else None, blocks, smallest)
 
 
 @triton.jit
-def _tile(base, i, j, k, ld, T: tl.constexpr):
-    """Tile (i, j) of a contiguous [k, k] matrix; zeros outside."""
-    rows = i * T + tl.arange(0, T)
-    cols = j * T + tl.arange(0, T)
-    inside = (rows < k)[:, None] & (cols < k)[None, :]
-    # .cg: past the first cache, which does not see what other programs wrote.
-    return tl.load(
-        base + rows[:, None].to(tl.int64) * ld + cols[None, :], mask=inside, other=0.0,
-        cache_modifier=".cg",
-    )  # fmt: skip
-
-
-@triton.jit
-def _part(base, i, j, k, ld, c, T: tl.constexpr, C: tl.constexpr):
+def _part(base, i, j, ld, c, T: tl.constexpr, C: tl.constexpr):
     """Columns c to c + C of tile (i, j), [T, C]."""
     rows = i * T + tl.arange(0, T)
     cols = j * T + c + tl.arange(0, C)
-    inside = (rows < k)[:, None] & (cols < k)[None, :]
-    return tl.load(
-        base + rows[:, None].to(tl.int64) * ld + cols[None, :], mask=inside, other=0.0,
-        cache_modifier=".cg",
-    )  # fmt: skip
+    # .cg: past the first cache, which does not see what other programs wrote.
+    return tl.load(base + rows[:, None].to(tl.int64) * ld + cols[None, :], cache_modifier=".cg")
 
 
 @triton.jit
-def _put(base, i, j, k, ld, value, T: tl.constexpr):
+def _tile(base, i, j, ld, T: tl.constexpr):
+    return _part(base, i, j, ld, 0, T, T)
+
+
+@triton.jit
+def _put(base, i, j, ld, value, T: tl.constexpr):
     rows = i * T + tl.arange(0, T)
     cols = j * T + tl.arange(0, T)
-    inside = (rows < k)[:, None] & (cols < k)[None, :]
-    tl.store(base + rows[:, None].to(tl.int64) * ld + cols[None, :], value, mask=inside)
+    tl.store(base + rows[:, None].to(tl.int64) * ld + cols[None, :], value)
 
 
 @triton.jit
@@ -172,10 +162,9 @@ def _factor_tile(a_ptr, l_ptr, w_ptr, ld, size, floor, T: tl.constexpr):
         w = tl.where(below, w - column * (w_row * inv)[None, :], w)
         a = tl.where(here, (row * root)[None, :], a)
         w = tl.where(here, (w_row * root)[None, :], w)
-    inside = (rows < size)[:, None] & (cols < size)[None, :]
     upper = rows[:, None] <= cols[None, :]
-    tl.store(l_ptr + cols[None, :] * ld + rows[:, None], a, mask=inside & upper)
-    tl.store(w_ptr + rows[:, None] * ld + cols[None, :], w, mask=inside)
+    tl.store(l_ptr + cols[None, :] * ld + rows[:, None], a, mask=upper)
+    tl.store(w_ptr + rows[:, None] * ld + cols[None, :], w)
     return tl.min(smallest, axis=0)
 
 
@@ -199,7 +188,7 @@ def _scaled(s, squares, shift, i, j, k, size, T: tl.constexpr):
 
 
 @triton.jit
-def _subtract(acc, lower, l_done, i, j, stop, k, ld, T: tl.constexpr, C: tl.constexpr):
+def _subtract(acc, lower, l_done, i, j, stop, ld, T: tl.constexpr, C: tl.constexpr):
     """acc - sum over t below stop of L_it L_jt^T."""
     ready = 0
     t = 0
@@ -209,8 +198,8 @@ def _subtract(acc, lower, l_done, i, j, stop, k, ld, T: tl.constexpr, C: tl.cons
             if i != j:
                 ready = tl.minimum(ready, wait(l_done + j, t + 1))
         for c in tl.static_range(0, T, C):
-            left = _part(lower, i, t, k, ld, c, T, C)
-            right = _part(lower, j, t, k, ld, c, T, C)
+            left = _part(lower, i, t, ld, c, T, C)
+            right = _part(lower, j, t, ld, c, T, C)
             acc -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
         t += 1
     return acc
@@ -237,17 +226,17 @@ def _factor(
         tile -= tiles
         g += 1
         tiles = blocks if INVERSE else blocks - g
-    offset = matrix.to(tl.int64) * size
-    lower += offset * ld
-    w += offset * ld
-    s += offset * size
-    d += offset
+    wide = matrix.to(tl.int64)
+    lower += wide * ld * ld
+    w += wide * ld * ld
+    s += wide * size * size
+    d += wide * size
     l_done = done + matrix * 2 * blocks
     w_done = l_done + blocks
     if tile < blocks - g:
         i = g + tile
         acc = _scaled(s, d, shift + matrix, i, g, k, size, T)
-        acc = _subtract(acc, lower, l_done, i, g, g, k, ld, T, C)
+        acc = _subtract(acc, lower, l_done, i, g, g, ld, T, C)
         if tile == 0:
             here = scratch + (g * b + matrix) * T * T
             inner = tl.arange(0, T)
@@ -259,8 +248,8 @@ def _factor(
             tl.store(pivots + matrix * tl.cdiv(size, T) + g, smallest)
         else:
             wait(l_done + g, g + 1)
-            inverse = _tile(w, g, g, k, ld, T)
-            _put(lower, i, g, k, ld, tl.dot(acc, tl.trans(inverse), input_precision="tf32x3"), T)
+            inverse = _tile(w, g, g, ld, T)
+            _put(lower, i, g, ld, tl.dot(acc, tl.trans(inverse), input_precision="tf32x3"), T)
         announce(l_done + i, g + 1)
     else:
         # W_gj = -W_gg sum over t of L_gt W_tj, t from j to g - 1
@@ -272,9 +261,9 @@ def _factor(
         while t < g:
             if t > ready:
                 ready = wait(w_done + j, t)
-            left = _tile(lower, g, t, k, ld, T)
-            acc += tl.dot(left, _tile(w, t, j, k, ld, T), input_precision="tf32x3")
+            left = _tile(lower, g, t, ld, T)
+            acc += tl.dot(left, _tile(w, t, j, ld, T), input_precision="tf32x3")
             t += 1
-        inverse = _tile(w, g, g, k, ld, T)
-        _put(w, g, j, k, ld, -tl.dot(inverse, acc, input_precision="tf32x3"), T)
+        inverse = _tile(w, g, g, ld, T)
+        _put(w, g, j, ld, -tl.dot(inverse, acc, input_precision="tf32x3"), T)
         announce(w_done + j, g)

@@ -62,6 +62,7 @@ def halves(
             x_brc, split, scale_b, rows_br, columns_bc, factor, lower, unit, squares
         )
     b, r, c = x_brc.shape
+    vectors = [x_brc if v is None else v.contiguous() for v in (scale_b, rows_br, columns_bc)]
     hi = torch.empty(b, r, c, dtype=torch.float16, device=x_brc.device)
     lo = torch.empty_like(hi) if split else hi
     grid = triton.cdiv(c, BLOCK_COLUMNS), triton.cdiv(r, BLOCK_ROWS), b
@@ -69,7 +70,7 @@ def halves(
     if squares:
         sums = x_brc.new_empty(b, *((grid[1], c) if squares == "columns" else (grid[0], r)))
     _halves[grid](
-        x_brc, hi, lo, *(x_brc if v is None else v for v in (scale_b, rows_br, columns_bc)), sums,
+        x_brc, hi, lo, *vectors, sums,
         r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
         columns_bc is not None, lower, unit, squares in ("rows", "all"), squares == "columns",
         BLOCK_ROWS, BLOCK_COLUMNS, LARGEST, num_warps=4,
@@ -144,12 +145,8 @@ def _mm(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
         torch.baddbmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
     elif len(a) == 1:
         torch.addmm(out[0], a[0], b[0], out_dtype=torch.float32, beta=beta, alpha=alpha, out=out[0])
-    elif beta == 0.0 and alpha == 1.0:
-        torch.bmm(a, b, out_dtype=torch.float32, out=out)
     else:
-        if beta == 0.0:  # which baddbmm takes for 1
-            out.zero_()
-        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=1.0, alpha=alpha, out=out)
+        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
 
 
 @triton.jit

@@ -30,10 +30,11 @@ from megatron_aro.kernels.halves import Halves, add_product, gram, halves, produ
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.scaling import ZERO_COLUMN
 
-# Added to the unit diagonal of S and of the Gram matrix of the last pass.
-SHIFT, LAST_SHIFT = 1e-6, 1e-7
+# Added to the unit diagonal of S and of the Gram matrix of the last pass, whose share it is of the
+# result's error; there it does no more than keep the factor finite.
+SHIFT, LAST_SHIFT = 1e-6, 1e-10
 # A last pass with a smaller pivot lost orthonormality: its error is rounding over the pivot.
-SMALLEST_PIVOT = 1e-4
+SMALLEST_PIVOT = 1e-2
 # Unit round-off of hi and of hi + lo.
 ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
