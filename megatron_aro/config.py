@@ -14,7 +14,7 @@ Projection = Literal["sinkhorn", "rownorm", "sign", "adam"]
 Rotation = Literal["aro", "eigen", "polar", "none"]
 Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
-Precision = Literal["fp32", "tf32"]
+Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
 ExchangeDtype = Literal["fp32", "bf16"]
 ParamLayout = Literal["packed", "whole"]
 
@@ -62,7 +62,11 @@ class AROConfig:
         1e-7, "Shift of Cholesky QR, relative to the trace of the Gram matrix."
     )
     precision: Precision = _setting(
-        "fp32", "Precision of float32 matrix products on the GPU inside ARO.", Precision
+        "fp32",
+        "Precision of matrix products on the GPU inside ARO: fp16 and fp16x3 are the fast ones, "
+        "for sinkhorn with aro and scqr2 or scqr: float16 operands with TF32's bits, or in two "
+        "halves with 22 bits, and float32 sums; with other settings they mean tf32 and fp32.",
+        Precision,
     )
     exchange_dtype: ExchangeDtype = _setting(
         "fp32", "What momenta and updates travel as between ranks (Megatron only).", ExchangeDtype

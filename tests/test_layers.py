@@ -22,7 +22,8 @@ OWN = "megatron_aro."
 LAYERS = {
     "version.py": (),
     "config.py": (),
-    "rotation/": ("torch", OWN + "config", OWN + "rotation"),
+    "kernels/": ("torch", "triton", OWN + "kernels"),
+    "rotation/": ("torch", OWN + "config", OWN + "kernels", OWN + "rotation"),
     "sharding/": (OWN + "config", OWN + "sharding"),
     "runtime/": ("torch", OWN + "config", OWN + "rotation", OWN + "sharding", OWN + "runtime"),
     "optimizer.py": ("torch", OWN + "config", OWN + "rotation"),
@@ -35,14 +36,21 @@ LAYERS = {
         "numpy",
         "matplotlib",
         "megatron",
+        "emerging_optimizers",
         OWN + "cli",
+        OWN + "rotation",
         OWN + "sharding",
         OWN + "megatron",
         OWN + "config",
         OWN + "version",
     ),
 }
-ONE_PROCESS = ("rotation/", "sharding/", "optimizer.py")  # know nothing of torch.distributed
+ONE_PROCESS = (
+    "kernels/",
+    "rotation/",
+    "sharding/",
+    "optimizer.py",
+)  # know nothing of torch.distributed
 PATCHERS = ("megatron/hooks.py", "megatron/cpu_mode/")  # may replace names in other packages
 
 

@@ -56,8 +56,12 @@ def ieee_products() -> Iterator[None]:
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """``a @ b``, TF32 on CUDA if ``precision`` says so; to be called inside ieee_products."""
-    if precision == "fp32":
+    """``a @ b``, TF32 on CUDA if ``precision`` says so; to be called inside ieee_products.
+
+    The halves of fp16 and fp16x3 are for the steps of `fast`: elsewhere fp16 means TF32, which has
+    as many bits, and fp16x3 float32.
+    """
+    if precision not in ("tf32", "fp16"):
         return a @ b
     _set("cuda", "matmul", "tf32")
     try:
@@ -70,4 +74,4 @@ def unit_roundoff(x: Tensor, precision: Precision) -> float:
     """Unit round-off u of a ``product`` of tensors like ``x`` (spec, zero rows of R^T M)."""
     if x.dtype == torch.float64:
         return 1.1e-16
-    return 4.9e-4 if precision == "tf32" and x.device.type == "cuda" else 6e-8
+    return 4.9e-4 if precision in ("tf32", "fp16") and x.device.type == "cuda" else 6e-8

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation.orthonormal import climb, first_attempt
+from megatron_aro.rotation import fast
+from megatron_aro.rotation.orthonormal import Climbed, climb, first_attempt, householder
 from megatron_aro.rotation.policies import target
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
 from megatron_aro.rotation.projections import project
@@ -131,7 +132,10 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     if config.rotation == "none":
         return Attempt(frame, None)
     with _own_precision(batch):
-        q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
+        if fast.covers(config, batch.momentum):
+            q, failed_b = fast.attempt(batch.rotation, batch.momentum, frame.factor, config)
+        else:
+            q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
     failed_b &= frame.active.flatten()
     _keep_or_replace(batch, frame, q, failed_b)
     batch.fallbacks[:, 0] += frame.active.flatten()
@@ -159,6 +163,8 @@ def finish_update(
     with _own_precision(batch):
         if climbing:
             _climb(batch, attempt.frame, climbing, config)
+        if fast.covers(config, batch.momentum):
+            return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
 
 
@@ -188,6 +194,11 @@ class _Frame:
         active = finite & (largest >= torch.finfo(largest.dtype).tiny)
         return cls(reciprocal_power_of_two(largest), finite, active)
 
+    @property
+    def factor(self) -> Tensor:
+        """[b]: the scale, and 0 where the momentum counts as zero."""
+        return self.scale.masked_fill(~self.active, 0.0).flatten()
+
     def momentum(self, batch: MatrixBatch) -> Tensor:
         return (batch.momentum * self.scale).masked_fill_(~self.active, 0.0)
 
@@ -199,16 +210,26 @@ def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig
     # Not a blocking copy: a small one is staged before the call returns.
     index = torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
     part, frame = _select(batch, index), frame[index]
-    rescue = climb(_look_ahead(part, frame, config), config)
+    if fast.covers(config, part.momentum):
+        rescue = _climb_fast(part, frame, config)
+    else:
+        rescue = climb(_look_ahead(part, frame, config), config)
     _keep_or_replace(part, frame, rescue.q_bmk, rescue.failed_b)
     batch.rotation[index] = part.rotation
     counts = (rescue.extra_pass_b, ~rescue.extra_pass_b, rescue.failed_b)
     batch.fallbacks[index, 1:] += torch.stack(counts, dim=1).long()
 
 
+def _climb_fast(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Climbed:
+    """As `climb`: both rungs are computed, and the choice is made on the device."""
+    exact, hopeless = householder(_look_ahead(batch, frame, config))
+    q, failed = fast.climb(batch.rotation, batch.momentum, frame.factor, config)
+    return Climbed(torch.where(failed[:, None, None], exact, q), ~failed, hopeless & failed)
+
+
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
     keep = ~frame.active | failed_b[:, None, None]
-    batch.rotation.copy_(torch.where(keep, batch.rotation, q))
+    torch.where(keep, batch.rotation, q, out=batch.rotation)
 
 
 def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
+from megatron_aro.config import Precision
 from megatron_aro.sharding.logical import LogicalMatrix
 
 FP32 = 4  # bytes
@@ -70,7 +70,6 @@ class Rates:
 
 
 H100 = Rates()
-Precision = Literal["fp32", "tf32"]
 
 
 @cache

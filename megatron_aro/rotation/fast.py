@@ -1,0 +1,225 @@
+"""The step of the defaults (sinkhorn, aro, scqr2 or scqr; float32) in products of float16 halves.
+
+QR without squaring the condition. The paper's A = M f(X)^T with X = R^T M and f(X) = P X Q (P, Q
+diagonal, positive) is, for square R, A = R S P with S = X Q X^T symmetric. Columns may be scaled,
+so orth(A) = orth(R S). With S = L L^T it is orth(R L), since L^T is upper triangular, and with
+N = L diag(L)^-1, unit lower triangular, orth(R N). S has the condition of A, not its square, N its
+root at most, and less in practice: S is graded, as R sorts the rows of X by size, and grading
+cancels in N (on momenta of real runs cond(A) was 1e2 to 1e13 and cond(N) 1.6 to 230). One pass of
+Cholesky QR on R N finishes. Scaled to a unit diagonal, S takes a shift of 1e-6 without harm, so
+that nothing fails where A is singular; rows that count as zero leave their column of R in place.
+
+For thin R (m > n) the range of M moves, and R N would stay in the old one. There Z = P X Q^1/2 has
+the LQ factorisation Z = L V^T, and orth(A) = orth(M Q^1/2 V) for the same reason.
+
+Shapes: b matrices, m rows, n columns, k = min(m, n).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_aro.config import AROConfig
+from megatron_aro.kernels.cholesky import Factor, factor
+from megatron_aro.kernels.halves import Halves, add_product, gram, halves, product
+from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
+from megatron_aro.rotation.scaling import ZERO_COLUMN
+
+# Added to the unit diagonal of S and of the Gram matrix of the last pass, whose share it is of the
+# result's error; there it does no more than keep the factor finite.
+SHIFT, LAST_SHIFT = 1e-6, 1e-10
+# A last pass with a smaller pivot lost orthonormality: its error is rounding over the pivot.
+SMALLEST_PIVOT = 1e-2
+# Unit round-off of hi and of hi + lo.
+ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
+# Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
+RANGE = 2.0**12
+
+
+def covers(config: AROConfig, momentum: Tensor) -> bool:
+    """Whether this file has the step that the settings ask for, and the device gains from it."""
+    return (
+        config.precision in ROUNDOFF
+        and momentum.is_cuda
+        and momentum.dtype == torch.float32
+        and config.projection == "sinkhorn"
+        and config.rotation == "aro"
+        and config.qr in ("scqr", "scqr2")
+    )
+
+
+def attempt(
+    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
+) -> tuple[Tensor, Tensor]:
+    """Steps 2 and 3: the new R, and which matrices must climb the ladder instead.
+
+    ``m_bmn`` times ``scale_b`` has its largest entry in [1, 4). Where ``scale_b`` is 0 the
+    momentum counts as zero, whatever it holds, and R comes back as it is, to rounding.
+    """
+    split = config.precision == "fp16x3"
+    m = _momentum(m_bmn, scale_b, split)
+    r = halves(r_bmk, split=split, factor=RANGE)[0]
+    x, scales = _projected(r, m, config)
+    if config.qr == "scqr":
+        return _one_pass(m, x, scales, config, split)
+    square = r_bmk.shape[1] == r_bmk.shape[2]
+    q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
+    return _last_pass(*q1)
+
+
+def climb(
+    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
+) -> tuple[Tensor, Tensor]:
+    """`attempt` and one more pass, for matrices whose last pass met a small pivot."""
+    q, failed = attempt(r_bmk, m_bmn, scale_b, config)
+    if config.qr == "scqr":
+        return q, failed
+    return _last_pass(*halves(q, split=True, factor=RANGE, squares="columns"))
+
+
+def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Tensor:
+    """Steps 4 and 5: U [b, m, n] in the frame R; arguments as for `attempt`."""
+    split = config.precision == "fp16x3"
+    m = _momentum(m_bmn, scale_b, split)
+    y, scales = _projected(halves(r_bmk, split=split, factor=RANGE)[0], m, config)
+    del m
+    f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="all")
+    assert squares is not None
+    del y
+    size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
+    if config.qr == "scqr":  # R is far from orthonormal
+        d = product(halves(r_bmk, split=False, factor=RANGE)[0], f)
+        norm = torch.linalg.vector_norm(d, dim=(1, 2))
+        return d.mul_(_size_over(size, norm)[:, None, None])
+    # R f has the norm of f, which scales R beforehand.
+    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
+
+
+class _Momentum(NamedTuple):
+    halves: Halves
+    squares_b: Tensor
+
+
+def _momentum(m_bmn: Tensor, scale_b: Tensor, split: bool) -> _Momentum:
+    m, squares = halves(m_bmn, split=split, scale_b=scale_b, factor=RANGE, squares="all")
+    assert squares is not None
+    return _Momentum(m, squares)
+
+
+def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:
+    """X = R^T M [b, k, n], as large as M is given, and Sinkhorn's scales of it."""
+    x = product(r.mT, m.halves, 1.0 / RANGE)
+    row = (2.0 * ROUNDOFF[config.precision]) ** 2 / r.hi.shape[1]
+    return x, sinkhorn_scales(x, config.sinkhorn_iters, m.squares_b, row, ZERO_COLUMN**2)
+
+
+def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halves, Tensor | None]:
+    """R N, [b, m, m], and the sums of squares of its columns."""
+    z, squares = halves(
+        x, split=False, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
+    )
+    assert squares is not None
+    s = product(z, z.mT)
+    lower = factor(s, squares, _constant(SHIFT, squares), inverse=False).l_bkk
+    # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
+    pd = scales.p_root * _root_inverse(squares)
+    n, _ = halves(
+        lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
+        columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
+    )  # fmt: skip
+    return halves(product(r, n, 4.0 / RANGE), split=split, squares="columns")
+
+
+def _from_momentum(
+    m: _Momentum, x: Tensor, scales: Scales, split: bool
+) -> tuple[Halves, Tensor | None]:
+    """M Q^1/2 V with columns of norm 64, [b, m, n], and the sums of squares of its columns."""
+    z, squares = halves(
+        x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
+    )
+    assert squares is not None
+    shift = _constant(SHIFT, squares)
+    v = _solved(z.mT, factor(gram(z.mT), squares, shift, inverse=True), squares, split)
+    root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
+    q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
+    norms = torch.linalg.vector_norm(q1, dim=1)
+    inverse = _inverse_or_zero(norms)
+    return halves(q1, split=split, columns_bc=inverse, factor=64.0, squares="columns")
+
+
+def _last_pass(a: Halves, squares_bk: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cholesky QR of A: Q [b, m, k] and where it is not orthonormal."""
+    assert squares_bk is not None
+    shift = _constant(LAST_SHIFT, squares_bk)
+    result = factor(gram(a), squares_bk, shift, inverse=True)
+    return _solved(a, result, squares_bk, True), ~(result.smallest_pivot_b > SMALLEST_PIVOT)
+
+
+def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
+    """A D L^-T [b, r, k], where D^-2 is the ``squares`` of `factor`.
+
+    Block by block: Q_j = A_j D_j W_jj^T - sum over i < j of Q_i (W_jj L_ji)^T.
+    """
+    assert of.w_bkk is not None
+    d = _root_inverse(squares_bk)
+    done: list[Tensor] = []
+    past = Halves(torch.empty_like(a.hi), torch.empty_like(a.hi) if split else None)
+    for j in of.blocks:
+        w, _ = halves(of.w_bkk[:, j, j], split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
+        q = product(a.columns(j), w.mT, 1.0 / RANGE)
+        if done:
+            before = slice(0, j.start)
+            w, _ = halves(of.w_bkk[:, j, j], split=split, factor=16.0, lower=True)
+            left, _ = halves(of.l_bkk[:, j, before], split=split, factor=RANGE)
+            wl, _ = halves(product(w, left), split=split, factor=-1.0 / RANGE)
+            add_product(q, past.columns(before), wl.mT, 1.0 / RANGE)
+        done.append(q)
+        if j is not of.blocks[-1]:
+            now, _ = halves(q, split=split, factor=RANGE / 16.0)
+            past.hi[:, :, j] = now.hi
+            if past.lo is not None and now.lo is not None:
+                past.lo[:, :, j] = now.lo
+    return done[0] if len(done) == 1 else torch.cat(done, dim=2)
+
+
+def _one_pass(
+    m: _Momentum, x: Tensor, scales: Scales, config: AROConfig, split: bool
+) -> tuple[Tensor, Tensor]:
+    """The paper's single pass on A = M f(X)^T with the shift relative to trace(A^T A)."""
+    f, _ = halves(x, split=split, rows_br=scales.p, columns_bc=scales.q)
+    a = product(m.halves, f.mT)
+    largest = torch.linalg.vector_norm(a, float("inf"), dim=(1, 2))
+    h, _ = halves(a, split=split, scale_b=_inverse_or_zero(largest), factor=256.0)
+    p = gram(h)
+    diagonal = p.diagonal(dim1=1, dim2=2)
+    top = diagonal.amax(dim=1)
+    shift = config.scqr_eps * diagonal.sum(dim=1) * _inverse_or_zero(top)
+    tops = top[:, None].expand_as(diagonal).contiguous()
+    result = factor(p, tops, shift, inverse=True, unit=False)
+    return _solved(h, result, tops, True), ~(result.smallest_pivot_b > 0.5 * shift)
+
+
+@cache
+def _shift(value: float, b: int, device: torch.device) -> Tensor:
+    return torch.full((b,), value, device=device)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    return _shift(value, len(like), like.device)
+
+
+def _root_inverse(squares: Tensor) -> Tensor:
+    return squares.rsqrt().nan_to_num_(posinf=0.0)
+
+
+def _inverse_or_zero(x: Tensor) -> Tensor:
+    return x.reciprocal().nan_to_num_(posinf=0.0)
+
+
+def _size_over(size: float, norm_b: Tensor) -> Tensor:
+    return (size / norm_b).nan_to_num_(0.0, 0.0)

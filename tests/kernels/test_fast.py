@@ -1,0 +1,131 @@
+"""The step in float16 halves: QR's answer, whatever the momentum is; on the CPU by the twins."""
+
+import pytest
+import torch
+
+from megatron_aro.config import AROConfig
+from megatron_aro.kernels import cholesky
+from megatron_aro.rotation import (
+    FALLBACK_RUNGS,
+    MatrixBatch,
+    compute_updates,
+    fast,
+    initial_rotation,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1, 9), (9, 1), (1, 1), (7, 33), (33, 7), (12, 12), (40, 40)]
+# 1 - cos of the update to float64 on graded momenta.
+ANGLE = {"fp16": 1e-3, "fp16x3": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    """Also on the CPU, which gains nothing from it and takes it nowhere else."""
+    covers = fast.covers
+    monkeypatch.setattr(fast, "covers", lambda config, m: covers(config, _OnDevice(m.dtype)))
+
+
+class _OnDevice:
+    is_cuda = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def batch_of(momentum: torch.Tensor, rotation: torch.Tensor | None = None) -> MatrixBatch:
+    b, m, n = momentum.shape
+    if rotation is None:
+        rotation = initial_rotation(b, m, n, dtype=momentum.dtype, device=momentum.device)
+    counts = torch.zeros(b, len(FALLBACK_RUNGS), dtype=torch.int64, device=momentum.device)
+    return MatrixBatch(momentum, rotation, counts)
+
+
+def graded(b: int, m: int, n: int, power: float, noise: float) -> torch.Tensor:
+    """Singular values i^power and noise of that share."""
+    k = min(m, n)
+    u, v = (torch.linalg.qr(normal(b, x, k, seed=x)).Q for x in (m, n))
+    x = u * torch.arange(1, k + 1, dtype=u.dtype) ** power @ v.mT
+    e = normal(b, m, n, seed=3)
+    size = torch.linalg.vector_norm(x, dim=(1, 2)) / torch.linalg.vector_norm(e, dim=(1, 2))
+    return x + noise * size[:, None, None] * e
+
+
+def error(r: torch.Tensor) -> float:
+    r = r.double().cpu()
+    return (r.mT @ r - torch.eye(r.shape[2], dtype=r.dtype)).abs().max().item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
+@pytest.mark.parametrize("shape", [(2, 40, 100), (2, 90, 60)])
+@pytest.mark.parametrize("blocks", [100, 32])
+def test_is_the_step_of_float64(device, precision, shape, blocks, monkeypatch):
+    """Warm frames and graded momenta: the step of float64 with Householder QR, no fall-backs."""
+    monkeypatch.setattr(
+        cholesky,
+        "diagonal_blocks",
+        lambda b, k: [slice(i, min(i + blocks, k)) for i in range(0, k, blocks)],
+    )
+    config = AROConfig(precision=precision)
+    for power, noise in ((-0.5, 0.0), (-0.5, 0.3), (-1.0, 0.0), (-1.0, 0.3)):
+        momentum = graded(*shape, power, noise)
+        start = batch_of(momentum)
+        for _ in range(2):
+            compute_updates([start], AROConfig(qr="qr"))
+        (expected,) = compute_updates(
+            [batch_of(momentum, start.rotation.clone())], AROConfig(qr="qr")
+        )
+        batch = batch_of(momentum.float().to(device), start.rotation.float().to(device))
+        (update,) = compute_updates([batch], config)
+        cosine = torch.cosine_similarity(update.double().cpu().flatten(1), expected.flatten(1))
+        assert (1 - cosine).max() < ANGLE[precision]
+        assert error(batch.rotation) < 1e-4
+        assert batch.fallbacks.tolist() == [[1, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
+@pytest.mark.parametrize("qr", ["scqr2", "scqr"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_hard_inputs(device, precision, qr, scale):
+    """Any rank, shape, zeros and scale: U is finite and has its RMS or is 0, R is orthonormal."""
+    config = AROConfig(precision=precision, qr=qr)
+    for m, n in SHAPES:
+        x = normal(8, m, n)
+        x[0] = 0
+        x[1, 0] = 0
+        x[2, :, -1] = 0
+        x[3] = x[3, :, :1] @ x[3, :1]
+        x[4] = x[4, :1]
+        x[5, : (m + 1) // 2] = 0
+        x[6] *= 10.0 ** torch.linspace(0, -30, n, dtype=x.dtype)
+        batch = batch_of((x * scale).float().to(device))
+        for _ in range(3):
+            (update,) = compute_updates([batch], config)
+            size = update.square().mean(dim=(1, 2)).sqrt()
+            assert ((size == 0) | ((size / 0.2 - 1).abs() < 2e-3)).all()
+            assert size[0] == 0 and (size[[4, 7]] > 0).all()
+            assert batch.rotation.isfinite().all()
+            assert qr == "scqr" or error(batch.rotation) < 1e-3
+        assert not batch.fallbacks[:, 3].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_momentum_stays_alone(device, bad):
+    """NaN or Inf in one matrix: U = 0 and R as it was there, the others' bits unchanged."""
+    clean = normal(3, 20, 30).float().to(device)
+    dirty = clean.clone()
+    dirty[1, 5, 7] = bad
+    config = AROConfig(precision="fp16x3")
+    one, two = batch_of(clean), batch_of(dirty)
+    (expected,), (update,) = compute_updates([one], config), compute_updates([two], config)
+    assert not update[1].any() and torch.equal(two.rotation[1].cpu(), torch.eye(20))
+    assert torch.equal(update[::2], expected[::2])
+    assert torch.equal(two.rotation[::2], one.rotation[::2])

@@ -1,0 +1,243 @@
+"""Each kernel and its torch twin against float64, over shapes that fit no block.
+
+On the CPU the twins run; `test_interpreted` repeats the CPU tests with Triton's interpreter, and
+the tests marked gpu run the compiled kernels.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_aro.kernels.cholesky import factor
+from megatron_aro.kernels.halves import LARGEST, Halves, gram, halves, product
+from megatron_aro.kernels.sinkhorn import sinkhorn_scales
+from megatron_aro.kernels.support import INTERPRETED, use_triton
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = [1, 7, 33, 65]
+LARGE = [1000, 4097]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def sizes(device: str) -> list[int]:
+    return SIZES + LARGE if device == "cuda" else SIZES
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = torch.linalg.vector_norm(result.double().cpu() - expected)
+    return (difference / torch.linalg.vector_norm(expected)).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("unit", [False, True])
+def test_factor(device, inverse, unit):
+    """L and W of D S D + shift I: 1e-5 is float32's rounding times the condition, at most 1e2."""
+    for k in sizes(device):
+        x = normal(2, k, k + k // 2 + 1)
+        s = (x @ x.mT).float()
+        s[1] *= 1e-3
+        squares = s.diagonal(dim1=1, dim2=2).contiguous()
+        d = squares.rsqrt()
+        shift = torch.tensor([1e-2, 1e-1])
+        c = d[:, :, None].double() * s.double() * d[:, None, :].double()
+        c.diagonal(dim1=1, dim2=2).add_(shift[:, None].double())
+        lower = torch.linalg.cholesky(c)
+        hidden = s + torch.triu(torch.full_like(s, torch.nan), 1)  # only one triangle is read
+        if unit:
+            hidden.diagonal(dim1=1, dim2=2).mul_(0.9)
+        result = factor(
+            hidden.to(device).clone(),
+            squares.to(device),
+            shift.to(device),
+            inverse=inverse,
+            unit=unit,
+        )
+        assert relative(torch.tril(result.l_bkk), lower) < 1e-5
+        pivot = lower.diagonal(dim1=1, dim2=2).square().amin(dim=1)
+        torch.testing.assert_close(
+            result.smallest_pivot_b.double().cpu(), pivot, rtol=1e-3, atol=1e-5
+        )
+        if inverse:
+            for rows in result.blocks:
+                block = torch.tril(result.w_bkk[:, rows, rows])
+                assert relative(block, torch.linalg.inv(lower[:, rows, rows])) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_factor_of_singular(device):
+    """Rank one and zero: the shift holds L up, and with none the smallest pivot tells."""
+    k = 40
+    x = normal(2, k, 1).float()
+    x[1] = 0
+    s = x @ x.mT
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
+    shifted = factor(
+        s.to(device).clone(), d.to(device), torch.full((2,), 1e-5, device=device), inverse=True
+    )
+    assert torch.tril(shifted.l_bkk).isfinite().all()
+    assert torch.tril(shifted.w_bkk).isfinite().all()
+    bare = factor(s.to(device), d.to(device), torch.zeros(2, device=device), inverse=False)
+    assert not (bare.smallest_pivot_b > 1e-5).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_factor_of_nan_stays_alone(device):
+    """NaN in one matrix shows in its smallest pivot and nowhere else."""
+    x = normal(3, 70, 100)
+    s = (x @ x.mT).float()
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
+    shift = torch.full((3,), 1e-3)
+    bad = s.clone()
+    bad[1, 50, 20] = torch.nan
+    expected, result = (
+        factor(t.to(device).clone(), d.to(device), shift.to(device), inverse=True) for t in (s, bad)
+    )
+    assert not result.smallest_pivot_b[1] > 1e-4
+    for before, after in zip(expected[:2], result[:2], strict=True):  # L and W
+        assert torch.equal(torch.tril(before)[::2], torch.tril(after)[::2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_sinkhorn(device, iterations):
+    """f(X) is the definition's; its size is near one; Z is what its scales say."""
+    for k, n in zip(sizes(device), reversed(sizes(device)), strict=True):
+        x = normal(2, k, n)
+        x *= 10.0 ** torch.linspace(-2, 2, n, dtype=x.dtype)
+        if k > 1:
+            x[1, 0] = 0
+        expected = x
+        for _ in range(iterations):
+            r = torch.linalg.vector_norm(expected, dim=2, keepdim=True)
+            c = torch.linalg.vector_norm(expected, dim=1, keepdim=True)
+            expected = (expected / r / c).nan_to_num(0.0)
+        zero = torch.zeros(2, device=device)
+        scales = sinkhorn_scales(x.float().to(device), iterations, zero, 0.0, 0.0)
+        p, q, p_root, q_root = (scale.double().cpu() for scale in scales)
+        f = p[:, :, None] * x * q[:, None, :]
+        size = torch.linalg.vector_norm(expected, dim=(1, 2), keepdim=True)
+        rms = f.square().mean(dim=(1, 2), keepdim=True).sqrt()
+        assert relative(f / rms, expected / size * (k * n) ** 0.5) < 1e-5
+        if iterations > 1:
+            assert (rms > 0.1).all() and (rms < 10).all()
+        torch.testing.assert_close(q_root.square(), q, rtol=1e-5, atol=0)
+        ratio = p_root[:, -1:] / p[:, -1:]
+        torch.testing.assert_close(p_root, p * ratio, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sinkhorn_floors(device):
+    """Rows and columns below the floor have the scale zero, the others do not feel them."""
+    x = normal(1, 40, 50).float()
+    x[:, 3] *= 1e-6
+    x[:, :, 7] *= 1e-6
+    whole = torch.full((1,), 1e3, device=device)
+    scales = sinkhorn_scales(x.to(device), 5, whole, 1e-9, 1e-9)
+    assert scales.p[0].nonzero().flatten().tolist() == [i for i in range(40) if i != 3]
+    assert scales.q[0].nonzero().flatten().tolist() == [i for i in range(50) if i != 7]
+    x[:, 3], x[:, :, 7] = 0, 0
+    wanted = sinkhorn_scales(x.to(device), 5, whole, 1e-9, 1e-9)
+    torch.testing.assert_close(scales.p, wanted.p, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_halves(device, scale):
+    """hi has 11 bits of what is asked for, hi + lo 22, for any strides; NaN is hidden by 0."""
+    for r, c in zip(sizes(device), reversed(sizes(device)), strict=True):
+        x = normal(3, r, c)
+        exact = x * scale
+        given = exact.float()
+        given[2] = torch.nan
+        power = 2.0 ** -round(torch.tensor(scale).log2().item())
+        scale_b = torch.tensor([power, power, 0.0], device=device)
+        rows, columns = normal(3, r, seed=1).abs(), normal(3, c, seed=2).abs()
+        wanted = rows[:, :, None] * exact * power * columns[:, None, :] * 512.0
+        wanted[2] = 0
+        for layout in (
+            given,
+            given.mT.contiguous().mT,
+            given.repeat_interleave(2, dim=2)[..., ::2],
+        ):
+            for dim, kind in ((2, "rows"), (1, "columns")):
+                both, squares = halves(
+                    layout.to(device), split=True, scale_b=scale_b, factor=512.0, squares=kind,
+                    rows_br=rows.float().to(device), columns_bc=columns.float().to(device),
+                )  # fmt: skip
+                assert relative(both.hi, wanted) < 5e-4
+                assert relative(both.hi.double() + both.lo.double(), wanted) < 1e-6
+                exact_squares = wanted.square().sum(dim=dim)
+                torch.testing.assert_close(squares.double().cpu(), exact_squares, rtol=1e-5, atol=0)
+            single, squares = halves(
+                layout.to(device), split=False, scale_b=scale_b, squares="rows"
+            )
+            kept = single.hi.double().square().sum(dim=2)
+            torch.testing.assert_close(squares.double(), kept, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_halves_of_triangles(device):
+    """lower and unit, and what is too large for float16."""
+    x = normal(2, 37, 37).float()
+    x[0, 5, 2] = 1e30
+    result, _ = halves(x.to(device), split=False, lower=True, unit=True, factor=4.0)
+    expected = torch.tril(x * 4.0, -1).clamp(-LARGEST, LARGEST) + 4.0 * torch.eye(37)
+    torch.testing.assert_close(result.hi.float().cpu(), expected, rtol=5e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("b", [1, 3])
+def test_products(device, b):
+    """Halves multiply to float16's rounding, hi + lo to float32's; a Gram matrix likewise."""
+    x, y = normal(b, 50, 90), normal(b, 90, 70, seed=1)
+    for split, tolerance in ((False, 1e-3), (True, 1e-6)):
+        a = halves(x.float().to(device), split=split)[0]
+        c = halves(y.float().to(device), split=split)[0]
+        assert relative(product(a, c), x @ y) < tolerance
+        assert relative(product(c.mT, a.mT), (x @ y).mT) < tolerance
+        assert relative(torch.tril(gram(a)), torch.tril(x.mT @ x)) < tolerance
+    exact = Halves(a.hi, None)
+    assert relative(product(exact, exact.mT), a.hi.double().cpu() @ a.hi.double().cpu().mT) < 1e-6
+
+
+@pytest.mark.gpu
+def test_results_repeat():
+    """Programs that wait for each other give the same bits in every run."""
+    x = torch.randn(3, 1000, 1500, device="cuda")
+    s = x @ x.mT
+    d = s.diagonal(dim1=1, dim2=2).contiguous()
+    shift = torch.full((3,), 1e-6, device="cuda")
+    first = factor(s.clone(), d, shift, inverse=True)
+    for _ in range(20):
+        again = factor(s.clone(), d, shift, inverse=True)
+        assert torch.equal(torch.tril(first.l_bkk), torch.tril(again.l_bkk))
+        for rows in first.blocks:
+            one, two = first.w_bkk[:, rows, rows], again.w_bkk[:, rows, rows]
+            assert torch.equal(torch.tril(one), torch.tril(two))
+
+
+@pytest.mark.gpu
+def test_twin_with_a_warning():
+    """What the kernels are not written for is said, once."""
+    from megatron_aro.kernels import support
+
+    support._warn.cache_clear()
+    with pytest.warns(UserWarning, match="float64"):
+        assert not use_triton(torch.zeros(1, device="cuda", dtype=torch.float64))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_interpreted():
+    """The CPU tests above with the kernels themselves, executed by Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "cpu", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
