@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import (
     ParamKey,
     _get_megatron_optimizer_based_on_param_groups,
@@ -157,10 +158,6 @@ def get_aro_optimizer(
     """
     aro = getattr(config, "aro", None) or AROConfig()
     groups = _param_groups(config, model_chunks, config_overrides)
-    if not any(group["params"] for (is_aro, _), of in groups.items() if is_aro for group in of):
-        raise ValueError(
-            "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
-        )
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
         _check_tags(model_chunks, groups)
@@ -168,6 +165,7 @@ def get_aro_optimizer(
     grids = make_grids(
         pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
     )
+    _check_some_matrix(groups, grids[False].model)
     placements = _place_all(model_chunks, aro, grids)
 
     wrapped = []
@@ -234,6 +232,21 @@ def _param_groups(
         kind = (group.get("optimizer") == NAME, group["is_expert_parallel"])
         groups.setdefault(kind, []).append(group)
     return dict(sorted(groups.items(), reverse=True))
+
+
+def _check_some_matrix(groups: Groups, model_parallel: dist.ProcessGroup) -> None:
+    """A pipeline stage may be without matrices, the model may not.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    mine = any(group["params"] for (is_aro, _), of in groups.items() if is_aro for group in of)
+    everyone = [False] * dist.get_world_size(model_parallel)
+    dist.all_gather_object(everyone, mine, group=model_parallel)
+    if not any(everyone):
+        raise ValueError(
+            "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
+        )
 
 
 def _check_each_parameter_once(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:

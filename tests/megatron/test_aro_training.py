@@ -80,6 +80,16 @@ LAYOUTS = {
     "PP 2, virtual": (2, DEEP, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
     "PP 2 x DP 2, two instances": (4, DEEP, [*INSTANCES, *PP2]),
     "TP 2 x DP 2, two instances": (4, GATED, [*INSTANCES, *TP2]),
+    "PP 3, a stage without layers": (
+        3,
+        GATED,
+        ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|t|L"],
+    ),
+    "PP 2 x DP 2, a stage without layers": (
+        4,
+        GATED,
+        [*PP2, *DISTRIBUTED, "--pipeline-model-parallel-layout", "Ett|L"],
+    ),
     "PP 2 x TP 2": (4, DEEP, [*PP2, *TP2, *DISTRIBUTED]),
     "CP 2": (2, GATED, [*CP2, *DISTRIBUTED]),
     "CP 2 replicated": (2, GATED, CP2),
