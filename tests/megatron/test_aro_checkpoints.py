@@ -39,6 +39,10 @@ CASES = {
     "distributed, two instances, fully reshardable": (4, [*GATED, *INSTANCES, *RESHARDABLE]),
     "PP 2 x DP 2, two instances": (4, [*GATED, *PP2, *INSTANCES]),
     "EP 2, two instances": (4, [*MOE, *EP2, *INSTANCES]),
+    "PP 2 x DP 2, a stage without layers": (
+        4,
+        [*GATED, *PP2, *DISTRIBUTED, "--pipeline-model-parallel-layout", "Ett|L"],
+    ),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),
