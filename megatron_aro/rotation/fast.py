@@ -68,8 +68,19 @@ def attempt(
     if config.qr == "scqr":
         return _one_pass(m, x, scales, config, split)
     square = r_bmk.shape[1] == r_bmk.shape[2]
-    q1 = _from_frame(r, x, scales, split) if square else _from_momentum(m, x, scales, split)
-    return _last_pass(*q1)
+    z, squares = halves(
+        x,
+        split=split and not square,
+        rows_br=scales.p_root,
+        columns_bc=scales.q_root,
+        squares="rows",
+    )
+    assert squares is not None
+    del x
+    if square:
+        del m
+        return _last_pass(*_from_frame(r, z, squares, scales, split))
+    return _last_pass(*_from_momentum(m, z, squares, scales, split))
 
 
 def climb(
@@ -118,16 +129,14 @@ def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scal
     return x, sinkhorn_scales(x, config.sinkhorn_iters, m.squares_b, row, ZERO_COLUMN**2)
 
 
-def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halves, Tensor | None]:
+def _from_frame(
+    r: Halves, z: Halves, squares_bk: Tensor, scales: Scales, split: bool
+) -> tuple[Halves, Tensor | None]:
     """R N, [b, m, m], and the sums of squares of its columns."""
-    z, squares = halves(
-        x, split=False, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
-    )
-    assert squares is not None
     s = product(z, z.mT)
-    lower = factor(s, squares, _constant(SHIFT, squares), inverse=False).l_bkk
+    lower = factor(s, squares_bk, _constant(SHIFT, squares_bk), inverse=False).l_bkk
     # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
-    pd = scales.p_root * _root_inverse(squares)
+    pd = scales.p_root * _root_inverse(squares_bk)
     n, _ = halves(
         lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
         columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
@@ -136,15 +145,11 @@ def _from_frame(r: Halves, x: Tensor, scales: Scales, split: bool) -> tuple[Halv
 
 
 def _from_momentum(
-    m: _Momentum, x: Tensor, scales: Scales, split: bool
+    m: _Momentum, z: Halves, squares_bk: Tensor, scales: Scales, split: bool
 ) -> tuple[Halves, Tensor | None]:
     """M Q^1/2 V with columns of norm 64, [b, m, n], and the sums of squares of its columns."""
-    z, squares = halves(
-        x, split=split, rows_br=scales.p_root, columns_bc=scales.q_root, squares="rows"
-    )
-    assert squares is not None
-    shift = _constant(SHIFT, squares)
-    v = _solved(z.mT, factor(gram(z.mT), squares, shift, inverse=True), squares, split)
+    factors = factor(gram(z.mT), squares_bk, _constant(SHIFT, squares_bk), inverse=True)
+    v = _solved(z.mT, factors, squares_bk, split)
     root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
     q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
     norms = torch.linalg.vector_norm(q1, dim=1)
