@@ -121,7 +121,8 @@ class Attempt:
 
     frame: _Frame
     failed_b: Tensor | None
-    """Matrices that must climb the ladder and still have their old rotation; None for nobody."""
+    """int8: where not 0, matrices that must climb the ladder and still have their old rotation, and
+    2 where they may need its last rung; None for nobody."""
 
 
 @torch.no_grad()
@@ -136,7 +137,7 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
             q, failed_b = fast.attempt(batch.rotation, batch.momentum, frame.factor, config)
         else:
             q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
-    failed_b &= frame.active.flatten()
+    failed_b = failed_b.to(torch.int8) * frame.active.flatten()
     _keep_or_replace(batch, frame, q, failed_b)
     batch.fallbacks[:, 0] += frame.active.flatten()
     if config.qr == "qr":  # which has no ladder
@@ -146,11 +147,16 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
 
 
 def read_failed(attempts: Sequence[Attempt]) -> list[list[int]]:
-    """Which matrices of each batch must climb the ladder; waits for the device, once."""
+    """Which matrices of each batch must climb the ladder; waits for the device, once.
+
+    A matrix that may need the last rung is given as ~i instead of i.
+    """
     waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
     return [
-        [] if a.failed_b is None else [i for i in range(len(a.failed_b)) if next(flags)]
+        []
+        if a.failed_b is None
+        else [~i if level > 1 else i for i in range(len(a.failed_b)) if (level := next(flags))]
         for a in attempts
     ]
 
@@ -208,10 +214,12 @@ class _Frame:
 
 def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
     # Not a blocking copy: a small one is staged before the call returns.
-    index = torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
+    index = torch.tensor([i if i >= 0 else ~i for i in rows]).to(
+        batch.rotation.device, non_blocking=True
+    )
     part, frame = _select(batch, index), frame[index]
     if fast.covers(config, part.momentum):
-        rescue = _climb_fast(part, frame, config)
+        rescue = _climb_fast(part, frame, min(rows) < 0, config)
     else:
         rescue = climb(_look_ahead(part, frame, config), config)
     _keep_or_replace(part, frame, rescue.q_bmk, rescue.failed_b)
@@ -220,15 +228,18 @@ def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig
     batch.fallbacks[index, 1:] += torch.stack(counts, dim=1).long()
 
 
-def _climb_fast(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Climbed:
-    """As `climb`: both rungs are computed, and the choice is made on the device."""
+def _climb_fast(batch: MatrixBatch, frame: _Frame, last: bool, config: AROConfig) -> Climbed:
+    """As `climb`: where ``last`` is needed both rungs are computed, and the device chooses."""
+    q, level = fast.climb(batch.rotation, batch.momentum, frame.factor, config)
+    failed = level > 0
+    if not last:
+        return Climbed(q, ~failed, failed)
     exact, hopeless = householder(_look_ahead(batch, frame, config))
-    q, failed = fast.climb(batch.rotation, batch.momentum, frame.factor, config)
     return Climbed(torch.where(failed[:, None, None], exact, q), ~failed, hopeless & failed)
 
 
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
-    keep = ~frame.active | failed_b[:, None, None]
+    keep = ~frame.active | failed_b.bool()[:, None, None]
     torch.where(keep, batch.rotation, q, out=batch.rotation)
 
 

@@ -11,6 +11,7 @@ from megatron_aro.rotation import (
     compute_updates,
     fast,
     initial_rotation,
+    step,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -129,3 +130,25 @@ def test_bad_momentum_stays_alone(device, bad):
     assert not update[1].any() and torch.equal(two.rotation[1].cpu(), torch.eye(20))
     assert torch.equal(update[::2], expected[::2])
     assert torch.equal(two.rotation[::2], one.rotation[::2])
+
+
+def test_rungs(monkeypatch):
+    """A small pivot takes one more pass and no Householder; a hopeless one takes both, once.
+
+    Power -3 on 6 square matrices: the first has a pivot between the bounds (found by trial). Tall
+    ones of power -2 fail in the frame of the identity, which does not hold their range, and never
+    again in the frame that Householder made.
+    """
+    config = AROConfig(precision="fp16x3")
+    called = []
+    householder = step.householder
+    monkeypatch.setattr(step, "householder", lambda a: called.append(1) or householder(a))
+    square = batch_of(graded(6, 40, 40, -3.0, 0.0).float())
+    compute_updates([square], config)
+    assert square.fallbacks.tolist() == [[1, 1, 0, 0]] + [[1, 0, 0, 0]] * 5
+    assert not called and error(square.rotation) < 1e-3
+    tall = batch_of(graded(6, 60, 30, -2.0, 0.0).float())
+    for _ in range(3):
+        compute_updates([tall], config)
+        assert error(tall.rotation) < 1e-3
+    assert tall.fallbacks.tolist() == [[3, 0, 1, 0]] * 6 and called == [1]
