@@ -234,6 +234,7 @@ def test_twin_with_a_warning():
         assert not use_triton(torch.zeros(1, device="cuda", dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_interpreted():
     """The CPU tests above with the kernels themselves, executed by Triton's interpreter."""
