@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,10 +109,10 @@ def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[T
         ValueError: a tensor has the wrong dtype or shape, or a second moment is missing.
     """
     attempts = [attempt_rotation(batch, config) for batch in batches]
-    climbing = read_failed(attempts)
+    climbers = read_failed(attempts)
     return [
         finish_update(batch, attempt, rows, config)
-        for batch, attempt, rows in zip(batches, attempts, climbing, strict=True)
+        for batch, attempt, rows in zip(batches, attempts, climbers, strict=True)
     ]
 
 
@@ -146,29 +147,35 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     return Attempt(frame, failed_b)
 
 
-def read_failed(attempts: Sequence[Attempt]) -> list[list[int]]:
-    """Which matrices of each batch must climb the ladder; waits for the device, once.
+class Climbers(NamedTuple):
+    """Indices of the matrices of a batch that climb the ladder; whether any may need Householder."""
 
-    A matrix that may need the last rung is given as ~i instead of i.
-    """
+    rows: list[int]
+    to_the_end: bool
+
+
+def read_failed(attempts: Sequence[Attempt]) -> list[Climbers]:
+    """Which matrices of each batch must climb the ladder; waits for the device, once."""
     waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
-    return [
-        []
-        if a.failed_b is None
-        else [~i if level > 1 else i for i in range(len(a.failed_b)) if (level := next(flags))]
-        for a in attempts
-    ]
+    found = []
+    for attempt in attempts:
+        of_batch = (
+            [] if attempt.failed_b is None else [next(flags) for _ in range(len(attempt.failed_b))]
+        )
+        rows = [i for i, level in enumerate(of_batch) if level]
+        found.append(Climbers(rows, 2 in of_batch))
+    return found
 
 
 @torch.no_grad()
 def finish_update(
-    batch: MatrixBatch, attempt: Attempt, climbing: list[int], config: AROConfig
+    batch: MatrixBatch, attempt: Attempt, climbers: Climbers, config: AROConfig
 ) -> Tensor:
     """The ladder for the matrices that `read_failed` named, then steps 4 and 5; U [b, m, n]."""
     with _own_precision(batch):
-        if climbing:
-            _climb(batch, attempt.frame, climbing, config)
+        if climbers.rows:
+            _climb(batch, attempt.frame, climbers, config)
         if fast.covers(config, batch.momentum):
             return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
@@ -212,14 +219,12 @@ class _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])
 
 
-def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
+def _climb(batch: MatrixBatch, frame: _Frame, climbers: Climbers, config: AROConfig) -> None:
     # Not a blocking copy: a small one is staged before the call returns.
-    index = torch.tensor([i if i >= 0 else ~i for i in rows]).to(
-        batch.rotation.device, non_blocking=True
-    )
+    index = torch.tensor(climbers.rows).to(batch.rotation.device, non_blocking=True)
     part, frame = _select(batch, index), frame[index]
     if fast.covers(config, part.momentum):
-        rescue = _climb_fast(part, frame, min(rows) < 0, config)
+        rescue = _climb_fast(part, frame, climbers.to_the_end, config)
     else:
         rescue = climb(_look_ahead(part, frame, config), config)
     _keep_or_replace(part, frame, rescue.q_bmk, rescue.failed_b)
@@ -228,11 +233,11 @@ def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig
     batch.fallbacks[index, 1:] += torch.stack(counts, dim=1).long()
 
 
-def _climb_fast(batch: MatrixBatch, frame: _Frame, last: bool, config: AROConfig) -> Climbed:
-    """As `climb`: where ``last`` is needed both rungs are computed, and the device chooses."""
+def _climb_fast(batch: MatrixBatch, frame: _Frame, to_the_end: bool, config: AROConfig) -> Climbed:
+    """As `climb`: where the end may be needed both rungs are computed, and the device chooses."""
     q, level = fast.climb(batch.rotation, batch.momentum, frame.factor, config)
     failed = level > 0
-    if not last:
+    if not to_the_end:
         return Climbed(q, ~failed, failed)
     exact, hopeless = householder(_look_ahead(batch, frame, config))
     return Climbed(torch.where(failed[:, None, None], exact, q), ~failed, hopeless & failed)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
+    Climbers,
     MatrixBatch,
     advance_momentum,
     apply_updates,
@@ -95,7 +96,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             failed = iter(read_failed([x.attempt for o in self.together for x in o._stepped()]))
             for optimizer in self.together:
                 for stepped in optimizer._stepped():
-                    stepped.climbing = next(failed)
+                    stepped.climbers = next(failed)
         self._finish()
 
     def _stepped(self) -> list[_Stepped]:
@@ -224,7 +225,7 @@ class _Stepped:
     """A batch, what is kept for it from step to step, and where it is in the current one."""
 
     attempt: Any = None
-    climbing: list[int]
+    climbers: Climbers
 
     def __init__(self, batch: Batch, state: MatrixBatch):
         self.batch, self.state = batch, state
@@ -237,7 +238,7 @@ class _Stepped:
 
     def finish(self, aro: AROConfig) -> None:
         """The updates, in place of the momenta."""
-        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.climbing, aro))
+        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.climbers, aro))
         self.attempt = None
 
     def release(self) -> None:
