@@ -148,7 +148,7 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
 
 
 class Climbers(NamedTuple):
-    """Indices of the matrices of a batch that climb the ladder; whether any may need Householder."""
+    """Matrices of a batch that climb the ladder, and whether any of them may need Householder."""
 
     rows: list[int]
     to_the_end: bool
