@@ -35,6 +35,7 @@ LAYERS = {
         "torch",
         "numpy",
         "matplotlib",
+        "yaml",
         "megatron",
         "emerging_optimizers",
         OWN + "cli",
