@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, plan
+from megatron_aro.cli import bench, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="megatron-aro", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train.add_parser(commands)
     plan.add_parser(commands)
     bench.add_parser(commands)
     args = parser.parse_args(argv)
