@@ -43,6 +43,7 @@ LAYERS = {
         OWN + "sharding",
         OWN + "megatron",
         OWN + "config",
+        OWN + "optimizer",
         OWN + "version",
     ),
 }

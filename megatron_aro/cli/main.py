@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, plan, train
+from megatron_aro.cli import bench, doctor, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; 2 with one sentence on stderr where the settings cannot work."""
+    """Run a subcommand; 2 with one sentence on stderr where the settings cannot work.
+
+    What a subcommand returns is the exit code; None is 0.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-aro", description=__doc__.split("\n")[0], allow_abbrev=False
     )
@@ -18,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     train.add_parser(commands)
     plan.add_parser(commands)
     bench.add_parser(commands)
+    doctor.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, AssertionError) as error:  # Megatron's checks are assertions
         print(f"error: {' '.join(str(error).split()) or repr(error)}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
