@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shlex
 import sys
@@ -169,6 +170,7 @@ def _check_machine(config: configs.Config, flags: Sequence[str]) -> None:
     elif wanted > there:
         raise ValueError(f"gpus_per_node is {wanted}, but this machine has {there} GPUs.")
     if logs := config.text("logs"):
-        folder = Path(logs) / time.strftime("%Y-%m-%d_%H-%M-%S", time.gmtime())
+        now = time.strftime("%Y-%m-%d_%H-%M-%S", time.gmtime())
+        folder = Path(logs) / f"{now}_{platform.node()}"
         folder.mkdir(parents=True, exist_ok=True)
         config.launch["logs"] = configs.Setting([str(folder)], config.launch["logs"].where)
