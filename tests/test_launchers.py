@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_aro.cli import corpus
+from megatron_aro.cli import corpus, runs
 
 ROOT = Path(__file__).parents[1]
 # Runs the command once for each node of the job, or once where one task is asked for.
@@ -128,3 +129,30 @@ def test_machines_without_a_scheduler_meet(tmp_path: Path, environment: dict[str
     logs = tmp_path / "run" / "logs"
     assert losses(logs) == [f"{i}/6" for i in range(1, 7)]
     assert len(list(logs.rglob("stdout.log"))) == 2
+
+
+@pytest.mark.slow
+def test_the_benchmark_sweeps_trains_and_compares(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The better of two rates for both optimizers; a finished run is kept; figures at the end."""
+    out = tmp_path / "bench"
+    environment |= {"OUT": str(out), "OPTIMIZERS": "adamw aro", "LRS": "1e-9 2e-3"}
+    command = [str(ROOT / "scripts" / "benchmark.sh"), *SMALL]
+    command.remove("configs/optimizer/aro.yaml")
+    command.remove("configs/logging.yaml")
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Of these learning rates 2e-3 ends lowest." in done.stdout
+    result = json.loads((out / "comparison" / "comparison.json").read_text())
+    assert [run["name"] for run in result["runs"]] == ["adamw", "aro"]
+    assert (out / "comparison" / "curves.svg").exists()
+    trained = [runs.read(out / name).settings for name in ("adamw", "aro", "sweep/1e-9")]
+    assert [settings["lr"] for settings in trained] == [2e-3, 2e-3, 1e-9]
+    assert [settings["min_lr"] for settings in trained] == [2e-4, 2e-4, 1e-10]
+    again = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert again.returncode == 0 and "==" not in again.stdout  # nothing was trained

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_aro.cli import configs, corpus, train
+from megatron_aro.cli import configs, corpus, runs, train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -107,6 +107,10 @@ def test_torchrun_trains_on_this_machine(tmp_path: Path) -> None:
     logs = sorted((tmp_path / "run" / "logs").rglob("stdout.log"))
     assert [log.parent.name for log in logs] == ["0", "1"]
     assert "lm loss" in logs[1].read_text() and "> ARO: the optimizer of" in logs[0].read_text()
+    seen = runs.read(tmp_path / "run")
+    assert seen.steps == [1, 2, 3] and seen.total == 3 and seen.optimizer == "aro"
+    assert list(seen.rates) == [1, 2, 3] and list(seen.validation) == [3]
+    assert runs.parameters(seen) == 927_104 - 3 * (851_968 // 4 + 2 * 128 + 2 * 32)
     saved = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert saved.read_text() == "3"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Okabe and Ito's palette, told apart with any colour vision; dashes tell them apart in grey.
-_STYLES = [("#000000", "-"), ("#0072B2", (0, (5, 1.5))), ("#D55E00", "-"), ("#009E73", ":")]
+STYLES = [("#000000", "-"), ("#0072B2", (0, (5, 1.5))), ("#D55E00", "-"), ("#009E73", ":")]
 
 _STEP = re.compile(
     r"iteration +(?P<step>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) "
@@ -94,7 +94,7 @@ def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for curve, (colour, dashes) in zip(curves, _STYLES, strict=False):
+    for curve, (colour, dashes) in zip(curves, STYLES, strict=False):
         steps = range(1, len(curve.losses) + 1)
         smoothed = curve.smoothed()
         axes.plot(steps, curve.losses, color=colour, alpha=0.15, linewidth=0.8)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, doctor, plan, train
+from megatron_aro.cli import bench, compare, doctor, plan, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_parser(commands)
     bench.add_parser(commands)
     doctor.add_parser(commands)
+    compare.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

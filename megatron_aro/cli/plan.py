@@ -178,14 +178,16 @@ def _override_batch(args: argparse.Namespace) -> None:
 
 def gpt_sizes(args: argparse.Namespace, config: Any) -> GPT:
     """The model that Megatron would build from these arguments."""
-    from megatron.training.vocab_utils import calculate_padded_vocab_size
+    vocabulary = args.padded_vocab_size
+    if not vocabulary:
+        from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-    vocabulary = args.padded_vocab_size or calculate_padded_vocab_size(
-        args.vocab_size,
-        args.make_vocab_size_divisible_by,
-        args.tensor_model_parallel_size,
-        logging_enabled=False,
-    )
+        vocabulary = calculate_padded_vocab_size(
+            args.vocab_size,
+            args.make_vocab_size_divisible_by,
+            args.tensor_model_parallel_size,
+            logging_enabled=False,
+        )
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         frequency = [int(layer % frequency == 0) for layer in range(args.num_layers)]

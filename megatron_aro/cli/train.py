@@ -1,7 +1,6 @@
 """Train by configuration files: check them with Megatron's own parser, then start torchrun.
 
-    cd configs
-    megatron-aro train qwen3_8b.yaml optimizer/aro.yaml parallel/64_gpus.yaml logging.yaml
+    megatron-aro train MODEL.yaml OPTIMIZER.yaml PARALLEL.yaml [--set key=value] [--dry-run]
 
 Later files override earlier ones, and ``--set`` overrides them all. On one machine torchrun takes
 over. For several the commands to start are printed: one to run on each machine, one for Slurm.
