@@ -66,8 +66,11 @@ def test_a_dry_run_says_what_will_be_trained() -> None:
         ),
         (
             ("gpt2_124m", "optimizer/aro", "parallel/8_gpus"),
-            ("--set", "context-parallel-size=2"),
-            ["does not work with --context-parallel-size", "--set context-parallel-size=2"],
+            ("--set", "use-precision-aware-optimizer=true"),
+            [
+                "does not work with --use-precision-aware-optimizer",
+                "--set use-precision-aware-optimizer=true",
+            ],
         ),
         (("gpt2_124m", "parallel/8_gpus"), (), ["common.yaml, line 25", "TRAIN_DATA is not set"]),
         (

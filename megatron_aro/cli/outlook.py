@@ -110,7 +110,10 @@ def _tokens(gpt: GPT, args: argparse.Namespace) -> str:
 
 def _plan(gpt: GPT, config: object, args: argparse.Namespace) -> str:
     began = time.perf_counter()
-    settings = plan.run_settings(args, args.aro_workspace_mib << 20)
+    try:
+        settings = plan.run_settings(args, args.aro_workspace_mib << 20)
+    except ValueError as error:
+        return f"No plan of memory and time: {error}"
     result = account(gpt, plan.pipeline(config), settings)
     slowest = result.spread("milliseconds")[2]
     text = plan.as_text(result, settings, time.perf_counter() - began)
