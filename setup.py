@@ -16,6 +16,7 @@ README = HERE / "README.md"
 
 MUON = ["emerging-optimizers>=0.3,<0.5"]
 QUICKSTART = ["matplotlib"]
+DATA = ["tiktoken", "tokenizers", "zstandard", "pyarrow"]
 TEST = ["pytest", "hypothesis", "ruff", "mypy", "einops"]  # Megatron's, for optimizer instances
 
 setup(
@@ -33,6 +34,7 @@ setup(
     extras_require={
         "muon": MUON,
         "quickstart": QUICKSTART,
+        "data": DATA,
         "test": TEST + MUON + QUICKSTART,
     },
 )

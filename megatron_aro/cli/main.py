@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, compare, doctor, plan, train
+from megatron_aro.cli import bench, compare, doctor, plan, prepare, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="megatron-aro", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    prepare.add_parser(commands)
     train.add_parser(commands)
     plan.add_parser(commands)
     bench.add_parser(commands)
