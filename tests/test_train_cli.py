@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megatron_aro.cli import configs, corpus, runs, train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,43 +49,57 @@ def test_a_dry_run_says_what_will_be_trained() -> None:
     assert "TRAIN_DATA is not set" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("names", "words", "messages"),
-    [
-        (
-            ("qwen3_8b",),
-            ("--set", "mum-layers=3"),
-            ["--set mum-layers=3: Megatron has no flag --mum-layers; the nearest is --num-layers"],
-        ),
-        (
-            ("qwen3_8b", "optimizer/aro", "parallel/8_gpus"),
-            ("--set", "tensor-model-parallel-size=3"),
-            ["world size (8) is not divisible by"],
-        ),
-        (
-            ("gpt2_124m", "optimizer/aro", "parallel/8_gpus"),
-            ("--set", "use-precision-aware-optimizer=true"),
-            [
-                "does not work with --use-precision-aware-optimizer",
-                "--set use-precision-aware-optimizer=true",
-            ],
-        ),
-        (("gpt2_124m", "parallel/8_gpus"), (), ["common.yaml, line 25", "TRAIN_DATA is not set"]),
-        (
-            ("gpt2_124m",),
-            ("--set", "train-data-path=null", "--set", "valid-data-path=null"),
-            ["There is no data"],
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_one_sentence(
-    names: tuple[str, ...], words: tuple[str, ...], messages: list[str]
-) -> None:
-    """Exit code 2, nothing printed, nothing started."""
-    done = command("train", *paths(*names), *words)
-    assert done.returncode == 2 and done.stdout == ""
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert all(message in error for message in messages), error
+REFUSED = [
+    (
+        ("qwen3_8b",),
+        "num-leyers=3",
+        ["--set num-leyers=3: Megatron has no flag --num-leyers; the nearest is --num-layers"],
+    ),
+    (
+        ("qwen3_8b", "optimizer/aro", "parallel/8_gpus"),
+        "tensor-model-parallel-size=3",
+        ["world size (8) is not divisible by"],
+    ),
+    (
+        ("gpt2_124m", "optimizer/aro", "parallel/8_gpus"),
+        "use-precision-aware-optimizer=true",
+        ["does not work with --use-precision-aware", "--set use-precision-aware-optimizer=true"],
+    ),
+    (("gpt2_124m",), "optimizer=adman", ["invalid choice: 'adman'", "--set optimizer=adman"]),
+    (("gpt2_124m",), "sft=true", ["--sft is not part of this entry", "--set sft=true"]),
+    (("gpt2_124m", "parallel/8_gpus"), "seed=1", ["common.yaml, line 25", "TRAIN_DATA is not set"]),
+    (("gpt2_124m", "trial"), "mock-data=false", ["There is no data: give --train-data-path"]),
+    (("quickstart",), "nodes=0", ["--set nodes=0: nodes must be an integer of at least 1"]),
+]
+# One process for all: importing Megatron takes as long as everything else.
+REFUSE = """
+import contextlib, io, json, sys
+from megatron_aro.cli.main import main
+results = []
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
+
+
+def test_what_cannot_be_trained_is_one_sentence() -> None:
+    """Exit code 2, nothing printed, nothing started; file and line where they are known."""
+    lines = [["train", *map(str, paths(*names)), "--set", pair] for names, pair, _ in REFUSED]
+    unset = {k: v for k, v in os.environ.items() if k not in ("RUN", "TRAIN_DATA", "VALID_DATA")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REFUSE, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=unset,
+    )
+    assert done.returncode == 0, done.stderr
+    for (code, out, error), (*_, messages) in zip(json.loads(done.stdout), REFUSED, strict=True):
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert error.startswith("error: ") and all(message in error for message in messages), error
 
 
 def test_torchrun_trains_on_this_machine(tmp_path: Path) -> None:

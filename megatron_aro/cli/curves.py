@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_aro.cli.runs import STEP, VALIDATION
+
 # Okabe and Ito's palette, told apart with any colour vision; dashes tell them apart in grey.
 STYLES = [("#000000", "-"), ("#0072B2", (0, (5, 1.5))), ("#D55E00", "-"), ("#009E73", ":")]
-
-_STEP = re.compile(
-    r"iteration +(?P<step>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) "
-    r".*\blm loss: (?P<loss>\S+) "
-)
-_VALID = re.compile(r"validation loss at .*\blm loss value: (?P<loss>\S+) ")
 
 
 @dataclass
@@ -29,9 +24,9 @@ class Curve:
 
     def read(self, line: str) -> bool:
         """Take in a line that Megatron printed with --log-interval 1; true if it was a step."""
-        if found := _VALID.search(line):
+        if found := VALIDATION.search(line):
             self.valid_loss = float(found["loss"])
-        if found := _STEP.search(line):
+        if found := STEP.search(line):
             self.losses.append(float(found["loss"]))
             self.step_ms.append(float(found["ms"]))
         return bool(found)

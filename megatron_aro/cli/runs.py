@@ -18,12 +18,13 @@ from typing import Any
 
 from megatron_aro.cli import events
 
-_STEP = re.compile(
+# What Megatron prints after a step, and after an evaluation.
+STEP = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d [\d:.]+)\] iteration +(?P<step>\d+)/ *(?P<of>\d+) .*"
     r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+) .*?"
     r"(?:learning rate: (?P<lr>\S+) .*?)?\blm loss: (?P<loss>\S+) "
 )
-_VALID = re.compile(
+VALIDATION = re.compile(
     r"validation loss at iteration (?P<step>\d+)(?: on validation set)? \| "
     r".*?\blm loss value: (?P<loss>\S+) "
 )
@@ -132,7 +133,7 @@ def _read_logs(paths: Iterable[Path], run: Run) -> None:
                 elif inside:
                     if argument := _ARGUMENT.match(line):
                         run.settings[argument["name"]] = _literal(argument["value"])
-                elif step := _STEP.search(line):
+                elif step := STEP.search(line):
                     number = int(step["step"])
                     if step["time"] >= seen.get(number, ""):
                         seen[number] = step["time"]
@@ -140,7 +141,7 @@ def _read_logs(paths: Iterable[Path], run: Run) -> None:
                         run.times[number] = float(step["ms"])
                         if step["lr"]:
                             run.rates[number] = float(step["lr"])
-                elif valid := _VALID.search(line):
+                elif valid := VALIDATION.search(line):
                     run.validation[int(valid["step"])] = float(valid["loss"])
                 elif padded := _PADDED.search(line):
                     run.settings["padded_vocab_size"] = int(padded[1])
