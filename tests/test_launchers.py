@@ -96,7 +96,7 @@ def test_a_slurm_job_goes_on_in_the_next(tmp_path: Path, environment: dict[str, 
     def job(*words: str) -> subprocess.CompletedProcess:
         command = ["bash", str(ROOT / "scripts" / "slurm.sh"), *SMALL, *words]
         return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
         )
 
     wrong = job("--set", "num-leyers=3")
@@ -124,7 +124,7 @@ def test_machines_without_a_scheduler_meet(tmp_path: Path, environment: dict[str
         )
         for _ in range(2)
     ]
-    outputs = [agent.communicate(timeout=280)[0].decode() for agent in agents]
+    outputs = [agent.communicate(timeout=900)[0].decode() for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs[0][-3000:]
     logs = tmp_path / "run" / "logs"
     assert losses(logs) == [f"{i}/6" for i in range(1, 7)]

@@ -177,7 +177,7 @@ def test_documents_are_written_once_and_held_out_by_their_hash(tmp_path: Path) -
     (source / "deep" / "b.jsonl").write_text(LINES)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_aro.cli.main", "prepare-data"]
     command += [str(source), "--out", str(out), "--tokenizer", "bytes", "--held-out", "0.2"]
-    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert f"--vocab-size 257 --train-data-path {out}/train --valid" in done.stdout
     assert "100%" in done.stderr
