@@ -16,6 +16,7 @@ README = HERE / "README.md"
 
 MUON = ["emerging-optimizers>=0.3,<0.5"]
 QUICKSTART = ["matplotlib"]
+DATA = ["tiktoken", "tokenizers", "zstandard", "pyarrow"]
 TEST = ["pytest", "hypothesis", "ruff", "mypy", "einops"]  # Megatron's, for optimizer instances
 
 setup(
@@ -28,11 +29,12 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_aro", "megatron_aro.*"]),
     python_requires=">=3.12",
-    install_requires=["torch", "megatron-core>=0.19.2,<0.20", "numpy", "psutil"],
+    install_requires=["torch", "megatron-core>=0.19.2,<0.20", "numpy", "psutil", "pyyaml"],
     entry_points={"console_scripts": ["megatron-aro = megatron_aro.cli.main:main"]},
     extras_require={
         "muon": MUON,
         "quickstart": QUICKSTART,
+        "data": DATA,
         "test": TEST + MUON + QUICKSTART,
     },
 )

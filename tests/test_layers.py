@@ -35,6 +35,7 @@ LAYERS = {
         "torch",
         "numpy",
         "matplotlib",
+        "yaml",
         "megatron",
         "emerging_optimizers",
         OWN + "cli",
@@ -42,6 +43,7 @@ LAYERS = {
         OWN + "sharding",
         OWN + "megatron",
         OWN + "config",
+        OWN + "optimizer",
         OWN + "version",
     ),
 }

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Okabe and Ito's palette, told apart with any colour vision; dashes tell them apart in grey.
-_STYLES = [("#000000", "-"), ("#0072B2", (0, (5, 1.5))), ("#D55E00", "-"), ("#009E73", ":")]
+from megatron_aro.cli.runs import STEP, VALIDATION
 
-_STEP = re.compile(
-    r"iteration +(?P<step>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) "
-    r".*\blm loss: (?P<loss>\S+) "
-)
-_VALID = re.compile(r"validation loss at .*\blm loss value: (?P<loss>\S+) ")
+# Okabe and Ito's palette, told apart with any colour vision; dashes tell them apart in grey.
+STYLES = [("#000000", "-"), ("#0072B2", (0, (5, 1.5))), ("#D55E00", "-"), ("#009E73", ":")]
 
 
 @dataclass
@@ -29,9 +24,9 @@ class Curve:
 
     def read(self, line: str) -> bool:
         """Take in a line that Megatron printed with --log-interval 1; true if it was a step."""
-        if found := _VALID.search(line):
+        if found := VALIDATION.search(line):
             self.valid_loss = float(found["loss"])
-        if found := _STEP.search(line):
+        if found := STEP.search(line):
             self.losses.append(float(found["loss"]))
             self.step_ms.append(float(found["ms"]))
         return bool(found)
@@ -94,7 +89,7 @@ def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for curve, (colour, dashes) in zip(curves, _STYLES, strict=False):
+    for curve, (colour, dashes) in zip(curves, STYLES, strict=False):
         steps = range(1, len(curve.losses) + 1)
         smoothed = curve.smoothed()
         axes.plot(steps, curve.losses, color=colour, alpha=0.15, linewidth=0.8)

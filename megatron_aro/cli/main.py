@@ -6,24 +6,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, plan
+from megatron_aro.cli import bench, compare, doctor, plan, prepare, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; 2 with one sentence on stderr where the settings cannot work."""
+    """Run a subcommand; 2 with one sentence on stderr where the settings cannot work.
+
+    What a subcommand returns is the exit code; None is 0.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-aro", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    prepare.add_parser(commands)
+    train.add_parser(commands)
     plan.add_parser(commands)
     bench.add_parser(commands)
+    doctor.add_parser(commands)
+    compare.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, AssertionError) as error:  # Megatron's checks are assertions
         print(f"error: {' '.join(str(error).split()) or repr(error)}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Show what ARO costs each rank of a layout, without a GPU and without starting processes.
 
     megatron-aro plan --world-size 64 --tp 4 -- <Megatron's model flags>
+    megatron-aro plan --config configs/qwen3_8b.yaml configs/parallel/64_gpus.yaml
 
 Megatron's own parser reads the flags. Times are predictions for H100s, for ARO's work alone.
 """
@@ -8,24 +9,20 @@ Megatron's own parser reads the flags. Times are predictions for H100s, for ARO'
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import json
-import os
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_aro.cli import configs, parsing
 from megatron_aro.sharding.account import Account, Run, account
 from megatron_aro.sharding.buffers import padding_note
 from megatron_aro.sharding.gpt import GPT, Chunk, Split
 
 # Before the user's flags; they say nothing about the plan, but Megatron wants them.
 _DEFAULTS = """--seq-length 4096 --max-position-embeddings 4096 --lr 1e-4 --train-iters 1
-    --mock-data --tokenizer-type NullTokenizer --optimizer aro""".split()
+    --tokenizer-type NullTokenizer --optimizer aro""".split()
 # What would change a GPT's parameters in ways that `sharding.gpt` does not know.
 _UNKNOWN = {
     "multi_latent_attention": "--multi-latent-attention",
@@ -67,7 +64,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="what ARO costs each rank of a layout", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--world-size", type=_positive, required=True, metavar="N", help="ranks")
+    parser.add_argument(
+        "--world-size", type=_positive, metavar="N", help="ranks; by default those of --config"
+    )
+    parser.add_argument(
+        "--config", nargs="+", default=[], metavar="FILE", help="as for megatron-aro train"
+    )
     for name, what in {
         "tp": "tensor",
         "pp": "pipeline",
@@ -81,9 +83,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--workspace-mib",
         type=_positive,
-        default=2048,
         metavar="MIB",
-        help="memory that a batch of matrices may take while it is stepped (default %(default)s)",
+        help="memory that a batch of matrices may take while it is stepped; by default "
+        "--aro-workspace-mib's",
     )
     parser.add_argument(
         "--replicated", action="store_true", help="without Megatron's distributed optimizer"
@@ -99,9 +101,20 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError, AssertionError: settings that Megatron or the plan cannot do.
     """
-    megatron, config = parse(_megatron_flags(args), args.world_size)
+    given = parsing.read_configs(args.config, unset=lambda name, where: None)
+    if args.world_size is None and not given.launch:
+        raise ValueError("How many ranks? Give --world-size, or a --config with LAUNCH.")
+    if args.replicated:
+        given.flags.pop("--use-distributed-optimizer", None)
+    flags = _megatron_flags(args, configs.arguments(given))
+    megatron, config = parse(flags, args.world_size or given.world_size)
+    if megatron.optimizer != "aro":
+        raise ValueError(
+            f"The plan is ARO's, and the config's optimizer is {megatron.optimizer}: add "
+            "configs/optimizer/aro.yaml after it."
+        )
     began = time.perf_counter()
-    settings = run_settings(megatron, args.workspace_mib << 20)
+    settings = run_settings(megatron, (args.workspace_mib or megatron.aro_workspace_mib) << 20)
     result = account(gpt_sizes(megatron, config), pipeline(config), settings)
     took = time.perf_counter() - began
     if args.json:
@@ -116,35 +129,29 @@ def parse(flags: Sequence[str], world_size: int) -> tuple[argparse.Namespace, An
     Raises:
         ValueError: a flag is unknown, or its effect on the parameters is.
     """
-    from megatron_aro.megatron import cpu_mode, hooks
-
-    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    cpu_mode.enable()
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hooks.register()
-        from megatron.training import arguments
-
-        sys.argv[1:] = flags  # where Megatron reads them
-        args = arguments.parse_args(extra_args_provider=_raise_errors)
-        _override_batch(args)
-        arguments.validate_args(args)
-        for name, flag in _UNKNOWN.items():
-            if getattr(args, name, None):
-                raise ValueError(f"megatron-aro plan does not know the parameters under {flag}.")
-        if args.num_distributed_optimizer_instances > 1:
-            raise ValueError(
-                "Every instance of the distributed optimizer steps alike: plan one, with its share "
-                "of --world-size and without --num-distributed-optimizer-instances."
-            )
-        if args.vocab_size is None:
-            raise ValueError("Give --vocab-size: no tokenizer is loaded here.")
-        vars(args).update(dict.fromkeys(_KERNELS, False))
-        return args, arguments.core_transformer_config_from_args(args)
+    args = parsing.validated(flags, world_size, _override_batch)
+    return args, transformer_config(args)
 
 
-def _megatron_flags(args: argparse.Namespace) -> list[str]:
+def transformer_config(args: argparse.Namespace) -> Any:
+    """Megatron's TransformerConfig of validated arguments.
+
+    Raises:
+        ValueError: what the flags do to the parameters is not known here.
+    """
+    for name, flag in _UNKNOWN.items():
+        if getattr(args, name, None):
+            raise ValueError(f"megatron-aro plan does not know the parameters under {flag}.")
+    if args.vocab_size is None:
+        raise ValueError("Give --vocab-size: no tokenizer is loaded here.")
+    from megatron.training import arguments
+
+    vars(args).update(dict.fromkeys(_KERNELS, False))
+    with parsing.quiet():
+        return arguments.core_transformer_config_from_args(args)
+
+
+def _megatron_flags(args: argparse.Namespace, of_config: Sequence[str]) -> list[str]:
     sizes = {
         "--tensor-model-parallel-size": args.tp,
         "--pipeline-model-parallel-size": args.pp,
@@ -153,16 +160,10 @@ def _megatron_flags(args: argparse.Namespace) -> list[str]:
         "--expert-tensor-parallel-size": args.etp,
     }
     layout = [word for flag, n in sizes.items() if n for word in (flag, str(n))]
-    distributed = [] if args.replicated else ["--use-distributed-optimizer"]
-    return [*_DEFAULTS, *args.flags, *layout, *distributed]
-
-
-def _raise_errors(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    def error(message: str) -> None:
-        raise ValueError(f"{message} (Megatron's flags go after --)")
-
-    parser.error = error  # type: ignore[assignment, method-assign]
-    return parser
+    by_config = args.replicated or args.config
+    distributed = [] if by_config else ["--use-distributed-optimizer"]
+    data = [] if args.config else ["--mock-data"]
+    return [*_DEFAULTS, *data, *of_config, *args.flags, *layout, *distributed]
 
 
 def _override_batch(args: argparse.Namespace) -> None:
@@ -177,14 +178,16 @@ def _override_batch(args: argparse.Namespace) -> None:
 
 def gpt_sizes(args: argparse.Namespace, config: Any) -> GPT:
     """The model that Megatron would build from these arguments."""
-    from megatron.training.vocab_utils import calculate_padded_vocab_size
+    vocabulary = args.padded_vocab_size
+    if not vocabulary:
+        from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-    vocabulary = args.padded_vocab_size or calculate_padded_vocab_size(
-        args.vocab_size,
-        args.make_vocab_size_divisible_by,
-        args.tensor_model_parallel_size,
-        logging_enabled=False,
-    )
+        vocabulary = calculate_padded_vocab_size(
+            args.vocab_size,
+            args.make_vocab_size_divisible_by,
+            args.tensor_model_parallel_size,
+            logging_enabled=False,
+        )
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         frequency = [int(layer % frequency == 0) for layer in range(args.num_layers)]
@@ -250,6 +253,11 @@ def run_settings(args: argparse.Namespace, workspace: int) -> Run:
     from megatron_aro.megatron.arguments import aro_config
 
     aro = aro_config(args)
+    if args.num_distributed_optimizer_instances > 1:
+        raise ValueError(
+            "Every instance of the distributed optimizer steps alike: plan one, with its share "
+            "of --world-size and without --num-distributed-optimizer-instances."
+        )
     ranks = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     bucket_size = None
     if args.overlap_grad_reduce:

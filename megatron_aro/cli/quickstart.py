@@ -39,7 +39,7 @@ LR = 1.5e-3
 
 
 def model_flags(steps: int, out: Path, bf16: bool) -> list[str]:
-    """Everything but the optimizer: a Llama-like GPT of 1.1 million parameters."""
+    """Everything but the optimizer: a Llama-like GPT of 0.9 million parameters."""
     flags = f"""
         --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4
         --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope

@@ -27,8 +27,8 @@ _ELSEWHERE = {  # flags of Megatron's own script for other things than pretraini
 _WINDOWS, _WINDOW = 16, 1 << 16  # tokens: 16 stretches of 65,536, so small files are read whole
 
 
-def check_settings(args: argparse.Namespace) -> None:
-    """Refuse what `megatron_aro.pretrain_gpt` cannot do, or not on this machine.
+def check_purpose(args: argparse.Namespace) -> None:
+    """Refuse what is not pretraining a GPT, on whatever machine.
 
     Raises:
         ValueError: one sentence that says what to do.
@@ -39,6 +39,15 @@ def check_settings(args: argparse.Namespace) -> None:
                 f"{flag} is not part of this entry: run your own script with "
                 "`-m megatron_aro.run SCRIPT ...`."
             )
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Refuse what `megatron_aro.pretrain_gpt` cannot do, or not on this machine.
+
+    Raises:
+        ValueError: one sentence that says what to do.
+    """
+    check_purpose(args)
     if args.transformer_impl == "transformer_engine":
         try:
             importlib.import_module("transformer_engine.pytorch")
