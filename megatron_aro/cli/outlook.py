@@ -111,7 +111,7 @@ def _tokens(gpt: GPT, args: argparse.Namespace) -> str:
 def _plan(gpt: GPT, config: object, args: argparse.Namespace) -> str:
     began = time.perf_counter()
     try:
-        settings = plan.run_settings(args, args.aro_workspace_mib << 20)
+        settings = plan.run_settings(args)
     except ValueError as error:
         return f"No plan of memory and time: {error}"
     result = account(gpt, plan.pipeline(config), settings)

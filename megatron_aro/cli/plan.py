@@ -81,13 +81,6 @@ def add_parser(commands: Any) -> None:
             f"--{name}", type=_positive, metavar="N", help=f"{what}-parallel size; Megatron's flag"
         )
     parser.add_argument(
-        "--workspace-mib",
-        type=_positive,
-        metavar="MIB",
-        help="memory that a batch of matrices may take while it is stepped; by default "
-        "--aro-workspace-mib's",
-    )
-    parser.add_argument(
         "--replicated", action="store_true", help="without Megatron's distributed optimizer"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and operations")
@@ -114,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
             "configs/optimizer/aro.yaml after it."
         )
     began = time.perf_counter()
-    settings = run_settings(megatron, (args.workspace_mib or megatron.aro_workspace_mib) << 20)
+    settings = run_settings(megatron)
     result = account(gpt_sizes(megatron, config), pipeline(config), settings)
     took = time.perf_counter() - began
     if args.json:
@@ -244,12 +237,8 @@ def pipeline(config: Any) -> list[list[Chunk]]:
     return stages
 
 
-def run_settings(args: argparse.Namespace, workspace: int) -> Run:
-    """The layout in Megatron's arguments.
-
-    Args:
-        workspace: bytes.
-    """
+def run_settings(args: argparse.Namespace) -> Run:
+    """The layout and ARO's settings in Megatron's arguments."""
     from megatron_aro.megatron.arguments import aro_config
 
     aro = aro_config(args)
@@ -278,7 +267,7 @@ def run_settings(args: argparse.Namespace, workspace: int) -> Run:
         for_bandwidth=args.ddp_pad_buckets_for_high_nccl_busbw,
         param_layout=aro.param_layout,
         gradient_bytes=4 if in_fp32 else 2,
-        workspace=workspace,
+        workspace=aro.workspace_mib << 20,
         precision=aro.precision,
         exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],
     )

@@ -79,7 +79,7 @@ def _look(wrapped: list) -> Built:
     built = Built(
         plan.gpt_sizes(args, config),
         plan.pipeline(config),
-        plan.run_settings(args, workspace=1),
+        plan.run_settings(args),
         at={
             "pp": mpu.get_pipeline_model_parallel_rank(),
             "ep": mpu.get_expert_model_parallel_rank(),
