@@ -59,7 +59,11 @@ def _load_base_checkpoint(
     # --use-checkpoint-args reads before the arguments are validated and made global.
     validated = global_vars._GLOBAL_ARGS is not None
     if validated and state is not None and state.get("args") is not None:
-        support.check_checkpoint(args, state["args"])
+        support.check_checkpoint(args, state)
+        if args.optimizer == arguments.NAME:
+            from megatron_aro.megatron import checkpoint
+
+            checkpoint.describe(state)
     return loaded
 
 

@@ -28,6 +28,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer import (
     SEPARATE_GRAD_NORM_GROUPS,
     ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
     MegatronOptimizer,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithNamePredicate
@@ -35,7 +37,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
 from megatron_aro.config import AROConfig, ParamLayout
-from megatron_aro.megatron import param_layout
+from megatron_aro.megatron import checkpoint, param_layout
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
@@ -46,7 +48,12 @@ from megatron_aro.megatron.report import (
     report_fallbacks,
     report_phases,
 )
-from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
+from megatron_aro.megatron.wrappers import (
+    ARODistributedOptimizer,
+    LoadableDistributedOptimizer,
+    held_intervals,
+    main_parameter,
+)
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.cost import batch_limit, seconds
@@ -112,6 +119,25 @@ class AROChainedOptimizer(ChainedOptimizer):
             matrices.together = self.matrices
         self._gradients_finite = True
         self._steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return checkpoint.plain_state(self.chained_optimizers)
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        self._synchronize_steps()
+        return checkpoint.sharded_state(
+            self.chained_optimizers, model_sharded_state_dict, is_loading, metadata or {}
+        )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.load(self.chained_optimizers, state_dict)
+        self._synchronize_steps()
 
     def get_grad_norm(self) -> float:
         # Reduced over all ranks, so that they agree. Python floats already: no further sync.
@@ -308,7 +334,8 @@ def _wrap(
     """Put a torch optimizer into the wrapper that Megatron's own factory would choose for Adam."""
     if config.use_distributed_optimizer:
         is_aro = kind == NAME
-        wrapped = WRAPPERS[kind, "distributed"](
+        distributed = ARODistributedOptimizer if is_aro else LoadableDistributedOptimizer
+        wrapped = distributed(
             optimizer,
             config,
             None,
@@ -329,10 +356,10 @@ def _wrap(
         )
         wrapped.grad_stats_parallel_group = grid.statistics
     elif config.bf16:
-        wrapped = WRAPPERS[kind, "mixed"](optimizer, config, None, init_state)
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
         wrapped.grad_stats_parallel_group = grid.model
     else:
-        wrapped = WRAPPERS[kind, "fp32"](optimizer, config, init_state)
+        wrapped = FP32Optimizer(optimizer, config, init_state)
         wrapped.grad_stats_parallel_group = grid.model
     groups = ProcessGroupCollection.use_mpu_process_groups()
     wrapped.tp_group = groups.tp

@@ -234,29 +234,31 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
 _FIXED = ("projection", "rotation", "orientation")
-_LAYOUT = (
-    "world_size",
+# Of the layout, what bucket space fixes, and what one file a rank fixes.
+_MODEL_LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
     "aro_param_layout",
     "num_distributed_optimizer_instances",
 )
+_LAYOUT = ("world_size", "context_parallel_size", *_MODEL_LAYOUT)
 
 
-def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> None:
-    """Refuse to load optimizer state that is not of this run's optimizer and settings.
+def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
+    """Refuse to load optimizer state that this run cannot take over.
 
     Args:
-        saved: the arguments of the run that wrote the checkpoint.
+        state: the part of the checkpoint that is read first: with "args", those of the run that
+            saved, and, in torch_dist, Megatron's "content_metadata".
 
     Raises:
         RefusedError: before any weight changes.
     """
+    saved = state["args"]
     if args.finetune or args.no_load_optim or saved.no_save_optim:
         return
     if arguments.NAME not in (args.optimizer, saved.optimizer):
@@ -266,16 +268,7 @@ def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> Non
             f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
             "take its weights alone with --no-load-optim, or go on with its optimizer."
         )
-    moved = [
-        f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
-        for name in _LAYOUT
-        if getattr(saved, name) != getattr(args, name)
-    ]
-    if moved:
-        raise RefusedError(
-            f"The checkpoint was saved with another layout, {', '.join(moved)}: ARO resumes with "
-            "the layout that saved, or from the weights alone with --no-load-optim."
-        )
+    _check_layout(args, saved, state.get("content_metadata"))
     changed = [
         f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
         for name in _FIXED
@@ -285,4 +278,36 @@ def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> Non
         raise RefusedError(
             f"The checkpoint's rotations are not of this run's settings, which change "
             f"{', '.join(changed)}: go back to them, or start with --no-load-optim."
+        )
+
+
+def _in_model_space(metadata: dict[str, Any]) -> bool:
+    return metadata.get("distrib_optim_sharding_type") == "fully_reshardable"
+
+
+def _check_layout(
+    args: argparse.Namespace, saved: argparse.Namespace, metadata: dict[str, Any] | None
+) -> None:
+    if args.bf16 != saved.bf16:
+        raise RefusedError(
+            f"The checkpoint's run had --bf16 {'on' if saved.bf16 else 'off'}, this one has not: "
+            "go on with its precision, or take its weights alone with --no-load-optim."
+        )
+    if metadata is None:
+        fixed, reason, way_out = _LAYOUT, "is of format torch, a file a rank", "--ckpt-format torch_dist"
+    elif saved.use_distributed_optimizer and not _in_model_space(metadata):
+        fixed, reason = _MODEL_LAYOUT, "has optimizer state in pieces of flat buffers"
+        way_out = "--dist-ckpt-optim-fully-reshardable"
+    else:
+        return
+    moved = [
+        f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
+        for name in fixed
+        if getattr(saved, name) != getattr(args, name)
+    ]
+    if moved:
+        raise RefusedError(
+            f"The checkpoint was saved with another layout, {', '.join(moved)}, and {reason}: "
+            f"resume it as it was saved and save with {way_out}, or take its weights alone with "
+            "--no-load-optim."
         )
