@@ -1,13 +1,12 @@
 """The state of ARO's chain of optimizers in checkpoints, in a form that no layout enters.
 
-The optimizers of the chain stand under names of their own (``aro``, ``adam``, ``aro_experts``,
-``adam_experts``), the rotations beside them. In model space every tensor has the key of its model
-parameter, and the three wrappers' states become one form, so that any of them reads what any
-other saved:
+In model space every tensor has the key of its model parameter, and the states of Megatron's three
+wrappers become one form, so that any of them reads what any other saved:
 
-    groups   parameter groups without their parameters, plain values
-    step     Adam's count of steps
-    tensors  {number: {"param": main parameter, "exp_avg": ...}}, numbered by the wrapper that asks
+    step         Adam's count of steps
+    <name>       of an optimizer of the chain: {number: {"param": main parameter, "exp_avg": ...}},
+                 numbered by the wrapper that asks; parameter groups are made of the flags anew
+    matrices     rotations and counts by logical matrix
 
 In bucket space (Megatron's "dp_reshardable") a state keeps the wrapper's form: its tensors are
 pieces of flat buffers, and only the number of ranks that share them can change.
@@ -34,7 +33,7 @@ SHARDING = "distrib_optim_sharding_type"  # in Megatron's metadata of a checkpoi
 SOURCE = "aro_source"  # there too, while loading: a Source
 MODEL_SPACE, BUCKET_SPACE = "fully_reshardable", "dp_reshardable"
 _STATE = "optimizer.state."
-_MAIN = ("param", "fp32_param")  # what the wrappers call main parameters in keys
+_STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +86,19 @@ def sharded_state(
         model_state: the model's sharded state dictionary.
         metadata: Megatron's, of this run or of the checkpoint; while loading with a `Source`.
     """
-    state: dict[str, Any] = {}
+    in_buckets = metadata.get(SHARDING) == BUCKET_SPACE
+    state: dict[str, Any] = {} if in_buckets else {_STEP: 0}
     for wrapped in chain:
         name = name_of(wrapped)
         own = wrapped.sharded_state_dict(model_state, is_loading, metadata=dict(metadata))
-        if metadata.get(SHARDING) == BUCKET_SPACE:
+        if in_buckets:
             add_prefix_for_sharding(own, f"{name}.")
             state[name] = own
         else:
-            state[name] = _common_form(wrapped, own)
+            step, state[name] = _common_form(wrapped, own)
+            state[_STEP] = max(state[_STEP], step)
             if is_loading:
-                _ask_for(state[name]["tensors"], metadata[SOURCE])
+                _ask_for(state[name], metadata[SOURCE])
     state[MATRICES] = {
         key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor)
         for key, tensor in _matrices(chain).items()
@@ -113,8 +114,10 @@ def load(chain: list[MegatronOptimizer], loaded: dict[str, Any]) -> None:
     """
     _load_matrices(chain, loaded[MATRICES])
     for wrapped in chain:
-        state = loaded[name_of(wrapped)]
-        wrapped.load_state_dict(_wrappers_form(wrapped, state) if "groups" in state else state)
+        state = loaded.get(name_of(wrapped), {})  # without parameters on this rank it is empty
+        if _STEP in loaded:
+            state = _wrappers_form(wrapped, state, loaded[_STEP])
+        wrapped.load_state_dict(state)
 
 
 def plain_state(chain: list[MegatronOptimizer]) -> dict[str, Any]:
@@ -125,38 +128,31 @@ def plain_state(chain: list[MegatronOptimizer]) -> dict[str, Any]:
     }
 
 
-def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> dict[str, Any]:
+def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, dict[int, Any]]:
+    """(Adam's steps, tensors) of a wrapper's sharded state."""
     inner = own if isinstance(wrapped, FP32Optimizer) else own["optimizer"]
+    groups = inner["param_groups"]
     if isinstance(wrapped, DistributedOptimizer):
         tensors = own["param_state"] or {}  # gathered to one rank if memory is to be saved
     else:
         tensors = inner["state"]
         mains = own.get("fp32_from_fp16_params", ())
-        for group, mains_of_group in zip(inner["param_groups"], mains, strict=False):
+        for group, mains_of_group in zip(groups, mains, strict=False):
             for number, main in zip(group["params"].unwrap(), mains_of_group, strict=True):
                 tensors[number]["param"] = main
-    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
-    step = tensors.pop("common_step", max(steps, default=0))
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in inner["param_groups"]
-    ]
-    return {"groups": groups, "step": int(step), "tensors": tensors}
+    in_groups = max((group["step"] for group in groups if "step" in group), default=0)
+    return int(tensors.pop("common_step", in_groups)), tensors
 
 
-def _wrappers_form(wrapped: MegatronOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: int) -> dict:
     """Inverse of `_common_form`, on what was loaded."""
-    tensors = state.get("tensors", {})
-    groups = [
-        {**group, "params": own["params"]}
-        for group, own in zip(
-            state["groups"], wrapped.optimizer.state_dict()["param_groups"], strict=True
-        )
-    ]
+    groups = wrapped.optimizer.state_dict()["param_groups"]
     is_distributed = isinstance(wrapped, DistributedOptimizer)
-    counts_by_parameter = isinstance(wrapped.optimizer, torch.optim.Adam | torch.optim.AdamW)
-    if is_distributed or not counts_by_parameter:
-        groups = [{**group, "step": state["step"]} for group in groups]
+    # torch's Adam counts by parameter, transformer-engine's by group, ARO does not count.
+    by_parameter = isinstance(wrapped.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    is_aro = isinstance(wrapped.optimizer, MatrixOptimizer)
+    if is_distributed or not (by_parameter or is_aro):
+        groups = [{**group, "step": step} for group in groups]
     if is_distributed:
         return {
             "optimizer": {"param_groups": groups},
@@ -167,8 +163,8 @@ def _wrappers_form(wrapped: MegatronOptimizer, state: dict[str, Any]) -> dict[st
         [tensors[number].pop("param") for number in group["params"] if "param" in tensors[number]]
         for group in groups
     ]
-    if counts_by_parameter:
-        tensors["common_step"] = torch.tensor(float(state["step"]))
+    if by_parameter:
+        tensors["common_step"] = torch.tensor(float(step))
     native = {"state": tensors, "param_groups": groups}
     if isinstance(wrapped, FP32Optimizer):
         return native

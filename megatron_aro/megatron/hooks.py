@@ -54,7 +54,12 @@ def _load_base_checkpoint(
 ) -> Any:
     from megatron.training import global_vars
 
-    loaded = original(load_dir, args, *rest, **kwargs)
+    if args.optimizer == arguments.NAME:
+        from megatron_aro.megatron import faults
+
+        loaded = faults.told(functools.partial(original, load_dir, args, *rest, **kwargs), args)
+    else:
+        loaded = original(load_dir, args, *rest, **kwargs)
     state = loaded[0]
     # --use-checkpoint-args reads before the arguments are validated and made global.
     validated = global_vars._GLOBAL_ARGS is not None
@@ -151,7 +156,8 @@ HOOKS = (
         "_load_base_checkpoint",
         _load_base_checkpoint,
         "It knows the arguments of the run that saved before anything is loaded; what is not this "
-        "run's optimizer state fails much later, with a list of missing keys, or not at all.",
+        "run's optimizer state fails much later, with a list of missing keys, or not at all. What "
+        "it cannot read ends in a traceback a rank, or in exit status 0.",
     ),
     Hook(
         "megatron.training.training",

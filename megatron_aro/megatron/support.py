@@ -268,6 +268,12 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
             f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
             "take its weights alone with --no-load-optim, or go on with its optimizer."
         )
+    if args.use_checkpoint_opt_param_scheduler and args.lr != saved.lr:
+        raise RefusedError(
+            f"--use-checkpoint-opt-param-scheduler takes the checkpoint's schedule, whose --lr is "
+            f"{saved.lr}, and --lr is {args.lr}: give the same, or "
+            "--override-opt-param-scheduler."
+        )
     _check_layout(args, saved, state.get("content_metadata"))
     changed = [
         f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
@@ -293,8 +299,10 @@ def _check_layout(
             f"The checkpoint's run had --bf16 {'on' if saved.bf16 else 'off'}, this one has not: "
             "go on with its precision, or take its weights alone with --no-load-optim."
         )
+    fixed: tuple[str, ...]
     if metadata is None:
-        fixed, reason, way_out = _LAYOUT, "is of format torch, a file a rank", "--ckpt-format torch_dist"
+        fixed, reason = _LAYOUT, "is of format torch, a file a rank"
+        way_out = "--ckpt-format torch_dist"
     elif saved.use_distributed_optimizer and not _in_model_space(metadata):
         fixed, reason = _MODEL_LAYOUT, "has optimizer state in pieces of flat buffers"
         way_out = "--dist-ckpt-optim-fully-reshardable"

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_aro.sharding.buffers import everywhere, shares
 from megatron_aro.sharding.plan import Held
 
+
 class LoadableDistributedOptimizer(DistributedOptimizer):
     """Megatron's own, for AdamW, mended where it cannot load without transformer-engine or apex.
 
