@@ -16,15 +16,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.training.utils import print_rank_0
 
+from megatron_aro.megatron import arguments, support
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 
 MATRICES = "matrices"  # of a state: what belongs to logical matrices, by name
@@ -38,33 +43,68 @@ _STEP = "step"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What must be known of the run that saved, to ask for its state in model space.
+    """What must be known of a checkpoint, and decided, to ask for its state.
 
     Attributes:
+        in_buckets: whether it is in bucket space.
         main: what main parameters are called in keys; None where they are the model's weights.
+        keys: of another optimizer's checkpoint: its keys by their names without prefixes. What
+            is not among them starts from zero. None for ARO's, where nothing may be missing.
+        momentum: "zero" to start from zero momenta all the same.
+        rotation: how rotations start, "identity" or "qr"; None to load them.
     """
 
+    in_buckets: bool
     main: str | None
+    keys: Mapping[str, str] | None = None
+    momentum: str | None = None
+    rotation: str | None = None
 
-    @classmethod
-    def of(cls, saved: argparse.Namespace) -> Source:
-        """From the saved arguments."""
-        if saved.use_distributed_optimizer:
-            return cls("param")
-        return cls("fp32_param" if saved.bf16 else None)
+    def key(self, names: Sequence[str]) -> str | None:
+        """The first of these keys that the checkpoint has, as it has it."""
+        if self.keys is None:
+            return names[0] if names else None
+        return next((self.keys[name] for name in names if name in self.keys), None)
 
 
-def describe(state: dict[str, Any]) -> None:
+def describe(state: dict[str, Any], args: argparse.Namespace, folder: str) -> None:
     """Add what `sharded_state` must know to the metadata of a checkpoint that is to be loaded.
 
     Args:
         state: its common state, which Megatron reads first.
+        args: this run's, which passed `support.check_checkpoint`.
+        folder: where the checkpoint is.
+
+    Raises:
+        RefusedError: it is another optimizer's, in pieces of flat buffers.
     """
     metadata = state.get("content_metadata")
-    if metadata is not None:  # there is none in the "torch" format
-        # What is not the distributed optimizer's has no type: it always lies in model space.
-        metadata.setdefault(SHARDING, MODEL_SPACE)
-        metadata[SOURCE] = Source.of(state["args"])
+    if metadata is None:  # there is none in the "torch" format
+        return
+    # What is not the distributed optimizer's has no type: it always lies in model space.
+    metadata.setdefault(SHARDING, MODEL_SPACE)
+    in_buckets = metadata[SHARDING] == BUCKET_SPACE
+    saved = state["args"]
+    main = "param" if saved.use_distributed_optimizer else "fp32_param" if saved.bf16 else None
+    if saved.optimizer == arguments.NAME:
+        changed = support.changed_settings(args, saved)
+        rotation = args.aro_init_rotation if changed else None
+        metadata[SOURCE] = Source(in_buckets, main, rotation=rotation)
+        if rotation:
+            print_rank_0(f"ARO: rotations start from {rotation}: {', '.join(changed)}")
+        return
+    stored = dist_checkpointing.load_tensors_metadata(folder)
+    keys = {re.sub(r"^chained_\d+\.", "", key): key for key in stored}
+    if any(key.startswith("optimizer.distributed.") for key in keys):
+        raise support.RefusedError(
+            f"The checkpoint's {saved.optimizer} state is in pieces of flat buffers: save it with "
+            "--dist-ckpt-optim-fully-reshardable to go on with ARO, or take its weights alone with "
+            "--no-load-optim."
+        )
+    momentum, rotation = args.aro_init_momentum, args.aro_init_rotation
+    print_rank_0(f"ARO: from {saved.optimizer}: momenta: {momentum}, rotations: {rotation}")
+    metadata[SHARDING] = MODEL_SPACE
+    metadata[SOURCE] = Source(False, None, keys, momentum, rotation)
 
 
 def name_of(wrapped: MegatronOptimizer) -> str:
@@ -87,6 +127,7 @@ def sharded_state(
         metadata: Megatron's, of this run or of the checkpoint; while loading with a `Source`.
     """
     in_buckets = metadata.get(SHARDING) == BUCKET_SPACE
+    source: Source | None = metadata[SOURCE] if is_loading else None
     state: dict[str, Any] = {} if in_buckets else {_STEP: 0}
     for wrapped in chain:
         name = name_of(wrapped)
@@ -97,8 +138,10 @@ def sharded_state(
         else:
             step, state[name] = _common_form(wrapped, own)
             state[_STEP] = max(state[_STEP], step)
-            if is_loading:
-                _ask_for(state[name], metadata[SOURCE])
+            if source is not None:
+                _ask_for(state[name], source, isinstance(wrapped.optimizer, MatrixOptimizer))
+    if source is not None and source.rotation is not None:
+        return state
     state[MATRICES] = {
         key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor)
         for key, tensor in _matrices(chain).items()
@@ -106,18 +149,37 @@ def sharded_state(
     return state
 
 
-def load(chain: list[MegatronOptimizer], loaded: dict[str, Any]) -> None:
+def load(
+    chain: list[MegatronOptimizer], loaded: dict[str, Any], source: Source | None = None
+) -> None:
     """Take over what `sharded_state` asked for, or what `plain_state` gave.
+
+    Args:
+        source: by which it was asked for, None for what `plain_state` gave.
 
     Raises:
         ValueError: state of matrices is missing or left over, or of another shape.
     """
-    _load_matrices(chain, loaded[MATRICES])
+    rotation = None if source is None else source.rotation
+    if rotation is None:
+        _load_matrices(chain, loaded[MATRICES])
+    in_model_space = source is not None and not source.in_buckets
+    step = _find_step(loaded) if in_model_space else 0
     for wrapped in chain:
         state = loaded.get(name_of(wrapped), {})  # without parameters on this rank it is empty
-        if _STEP in loaded:
-            state = _wrappers_form(wrapped, state, loaded[_STEP])
-        wrapped.load_state_dict(state)
+        wrapped.load_state_dict(_wrappers_form(wrapped, state, step) if in_model_space else state)
+    if rotation == "qr":
+        for optimizer in _aro(chain):
+            optimizer.align_rotations()
+
+
+def _find_step(loaded: Any) -> int:
+    """The largest count of steps in a state, whichever optimizer saved it."""
+    if isinstance(loaded, dict):
+        found = [_find_step(value) for value in loaded.values()]
+        found += [int(loaded[key]) for key in (_STEP, "common_step") if key in loaded]
+        return max(found, default=0)
+    return max((_find_step(value) for value in loaded), default=0) if type(loaded) is list else 0
 
 
 def plain_state(chain: list[MegatronOptimizer]) -> dict[str, Any]:
@@ -146,6 +208,7 @@ def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, 
 
 def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: int) -> dict:
     """Inverse of `_common_form`, on what was loaded."""
+    tensors = defaultdict(dict, tensors)
     groups = wrapped.optimizer.state_dict()["param_groups"]
     is_distributed = isinstance(wrapped, DistributedOptimizer)
     # torch's Adam counts by parameter, transformer-engine's by group, ARO does not count.
@@ -159,6 +222,8 @@ def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: in
             "param_state": tensors,
             "param_state_sharding_type": MODEL_SPACE,
         }
+    for number, zeros in wrapped.optimizer.state_dict()["state"].items():
+        tensors[number] = {**zeros, **tensors[number]}
     mains = [
         [tensors[number].pop("param") for number in group["params"] if "param" in tensors[number]]
         for group in groups
@@ -171,18 +236,26 @@ def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: in
     return {"optimizer": native, "fp32_from_fp16_params": mains}
 
 
-def _ask_for(tensors: dict[int, dict[str, Any]], source: Source) -> None:
-    """Ask for main parameters by the name that they have in the checkpoint."""
+def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -> None:
+    """Ask for tensors by their names in the checkpoint, and for none that it does not have."""
     for of_parameter in tensors.values():
-        main = of_parameter.get("param")
-        if main is None:
-            continue
-        if source.main is None:
+        for kind, sharded in list(of_parameter.items()):
+            key = sharded.key.removeprefix(_STATE).partition(".")[2]
+            names: list[str | None] = [kind]
+            if kind == "param":
+                names = ["param", "fp32_param"] if source.keys is not None else [source.main]
+            elif is_aro and source.momentum == "zero":
+                names = []
+            elif is_aro:
+                names.append("momentum_buffer")  # Muon's
+            found = source.key([f"{_STATE}{name}.{key}" for name in names if name])
+            if found is not None:
+                sharded.key = found
+                continue
             # Float32 main parameters share the memory of the weights, which are loaded anyway.
-            del of_parameter["param"]
-        else:
-            key = main.key.removeprefix(_STATE).partition(".")[2]
-            main.key = f"{_STATE}{source.main}.{key}"
+            del of_parameter[kind]
+            if kind != "param" and names:
+                print_rank_0(f"ARO: {kind} of {key} starts from zero")
 
 
 def _matrices(chain: list[MegatronOptimizer]) -> dict[str, torch.Tensor]:

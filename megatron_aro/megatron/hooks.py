@@ -65,10 +65,10 @@ def _load_base_checkpoint(
     validated = global_vars._GLOBAL_ARGS is not None
     if validated and state is not None and state.get("args") is not None:
         support.check_checkpoint(args, state)
-        if args.optimizer == arguments.NAME:
+        if args.optimizer == arguments.NAME and kwargs.get("rank0"):
             from megatron_aro.megatron import checkpoint
 
-            checkpoint.describe(state)
+            checkpoint.describe(state, args, loaded[1])
     return loaded
 
 

@@ -118,6 +118,7 @@ class AROChainedOptimizer(ChainedOptimizer):
         for matrices in self.matrices:
             matrices.together = self.matrices
         self._gradients_finite = True
+        self._source: checkpoint.Source | None = None  # of the checkpoint that is being loaded
         self._steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,13 +131,15 @@ class AROChainedOptimizer(ChainedOptimizer):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         self._synchronize_steps()
+        metadata = metadata or {}
+        self._source = metadata.get(checkpoint.SOURCE) if is_loading else None
         return checkpoint.sharded_state(
-            self.chained_optimizers, model_sharded_state_dict, is_loading, metadata or {}
+            self.chained_optimizers, model_sharded_state_dict, is_loading, metadata
         )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        checkpoint.load(self.chained_optimizers, state_dict)
+        checkpoint.load(self.chained_optimizers, state_dict, self._source)
         self._synchronize_steps()
 
     def get_grad_norm(self) -> float:

@@ -264,10 +264,7 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
     if arguments.NAME not in (args.optimizer, saved.optimizer):
         return
     if args.optimizer != saved.optimizer:
-        raise RefusedError(
-            f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
-            "take its weights alone with --no-load-optim, or go on with its optimizer."
-        )
+        _check_change(args, saved, state.get("content_metadata"))
     if args.use_checkpoint_opt_param_scheduler and args.lr != saved.lr:
         raise RefusedError(
             f"--use-checkpoint-opt-param-scheduler takes the checkpoint's schedule, whose --lr is "
@@ -275,15 +272,44 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
             "--override-opt-param-scheduler."
         )
     _check_layout(args, saved, state.get("content_metadata"))
-    changed = [
-        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
-        for name in _FIXED
-        if getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
-    ]
-    if changed:
+    changed = changed_settings(args, saved)
+    restartable = args.aro_init_rotation and state.get("content_metadata") is not None
+    if changed and not restartable:
         raise RefusedError(
             f"The checkpoint's rotations are not of this run's settings, which change "
-            f"{', '.join(changed)}: go back to them, or start with --no-load-optim."
+            f"{', '.join(changed)}: go back to them, keep the momenta and start other rotations "
+            "with --aro-init-rotation identity (or qr; not in format torch), or take the weights "
+            "alone with --no-load-optim."
+        )
+
+
+def changed_settings(args: argparse.Namespace, saved: argparse.Namespace) -> list[str]:
+    """The settings that decide what a rotation is of, as "flag from this to that"."""
+    return [
+        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
+        for name in _FIXED
+        if saved.optimizer == arguments.NAME
+        and getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
+    ]
+
+
+def _check_change(
+    args: argparse.Namespace, saved: argparse.Namespace, metadata: dict[str, Any] | None
+) -> None:
+    """From another optimizer's state to ARO's only as the flags say it, and never back."""
+    change = f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
+    if args.optimizer != arguments.NAME:
+        raise RefusedError(
+            change + "go on with its optimizer, or take its weights alone with --no-load-optim."
+        )
+    if metadata is None:
+        raise RefusedError(
+            change + "of a checkpoint of format torch take the weights alone with --no-load-optim."
+        )
+    if not (args.aro_init_momentum and args.aro_init_rotation):
+        raise RefusedError(
+            change + "say what ARO starts from, --aro-init-momentum exp_avg (or zero) and "
+            "--aro-init-rotation identity (or qr), or take its weights alone with --no-load-optim."
         )
 
 

@@ -59,8 +59,10 @@ class LoadableDistributedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        # Without float32 main parameters in the checkpoint they are the weights themselves.
-        present = {"param": None, **tensors, "step": None}
+        # What a checkpoint does not have stays: main parameters that are the weights themselves,
+        # and states that start from zero.
+        states = dict.fromkeys(("param", *self.optimizer_state_keys))
+        present = {**states, **tensors, "step": None}
         super()._set_main_param_and_optimizer_states(model_param, present)
 
 
