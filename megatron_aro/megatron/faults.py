@@ -1,17 +1,25 @@
-"""What is said when a checkpoint cannot be read: missing, truncated or foreign files."""
+"""Checkpoints that cannot be read: missing, truncated or foreign files, saves that were killed."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_aro.megatron.support import RefusedError
 
+_TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST = 400  # characters of a cause
+_MEANS = {
+    "metadata is None": "its file .metadata is missing or damaged",
+    "Missing key in checkpoint state_dict: args.": "its file metadata.json is missing",
+}
 
 
 def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
@@ -20,6 +28,8 @@ def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
     Raises:
         RefusedError: in one sentence, where Megatron raises, or leaves with exit status 0.
     """
+    if args.load is not None:
+        _restore_tracker(Path(args.load))
     try:
         return load()
     except RefusedError:
@@ -29,7 +39,7 @@ def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
     except SystemExit:
         if args.exit_on_missing_checkpoint and not (Path(args.load) / _TRACKER).is_file():
             raise
-        cause = "a file is damaged; Megatron has printed which"
+        cause = f"{_TRACKER} or the file of a rank is damaged"
     raise RefusedError(
         f"The checkpoint in {args.load} cannot be loaded, and this run has not started: {cause}; "
         "--ckpt-step ITERATION takes another one."
@@ -40,7 +50,29 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]  # of the first rank that failed
     words = " ".join(str(error).split())[:_LONGEST]
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    means = _MEANS.get(words)
+    return means or (f"{type(error).__name__}: {words}" if words else type(error).__name__)
 
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+def _restore_tracker(folder: Path) -> None:
+    """Write the tracker anew where it is empty: Megatron truncates it first, then writes.
+
+    A run that is killed in between has just saved the newest checkpoint, which is complete: its
+    ".metadata" is renamed into place last. Format torch has no such sign, so it is left alone.
+    """
+    tracker = folder / _TRACKER
+    if not tracker.is_file() or tracker.read_text().strip():
+        return
+    saved = sorted(path.parent.name for path in folder.glob("iter_*/.metadata"))
+    if not saved:
+        return
+    number = saved[-1].removeprefix("iter_").lstrip("0") or "0"
+    print_rank_0(f"ARO: {tracker} was empty: a save was killed; {saved[-1]} is the newest there.")
+    if dist.is_initialized():
+        dist.barrier()  # all have seen it empty
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        new = tracker.with_suffix(".new")
+        new.write_text(number)
+        os.replace(new, tracker)
+    if dist.is_initialized():
+        dist.barrier()
