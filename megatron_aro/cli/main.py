@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, plan
+from megatron_aro.cli import bench, inspect, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_parser(commands)
     bench.add_parser(commands)
+    inspect.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

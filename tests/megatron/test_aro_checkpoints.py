@@ -9,6 +9,8 @@ import pytest
 from aro_runs import ARO, DISTRIBUTED, GATED, MOE, optimizer_state, same
 from pool import Pool
 
+from megatron_aro.cli.inspect import inspect
+
 # Dropout on: the state of the random number generators must come back too.
 RUN = [*ARO, "--train-iters", "6", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
@@ -128,3 +130,32 @@ def test_state_of_another_optimizer_or_setting_is_refused(
         started = pool.train(1, [*aro, *flags, "--no-load-rng"])[0]
         assert started.exit_status == 0
         assert started.losses[0] < 5.4  # from noise it is 5.55
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "aro"])
+def test_flags_about_what_is_loaded_work_as_for_adam(
+    pool: Pool, tmp_path: Path, optimizer: str
+) -> None:
+    """--ckpt-step, --no-load-optim, --finetune and --no-save-optim; losses say what started."""
+    run = [optimizer if flag == "aro" else flag for flag in [*RUN, *GATED, "--bf16"]]
+    save = ["--save", str(tmp_path / "all"), "--save-interval", "2"]
+    straight = pool.train(2, [*run, *save])[0]
+    load = ["--load", str(tmp_path / "all"), "--ckpt-step"]
+    for flags, losses, first in (
+        (["4"], 2, True),
+        (["2"], 4, True),
+        (["4", "--no-load-optim"], 2, True),
+        (["4", "--finetune"], 6, False),
+    ):
+        resumed = pool.train(2, [*run, *load, *flags])[0]
+        assert resumed.exit_status == 0 and len(resumed.losses) == losses, flags
+        assert (resumed.losses[0] == straight.losses[-losses]) == first, flags
+        assert resumed.losses[0] < straight.losses[0] - 0.02, flags  # trained weights
+        assert (resumed.losses == straight.losses[-losses:]) == (len(flags) == 1), flags
+    bare = ["--save", str(tmp_path / "bare"), "--save-interval", "2", "--no-save-optim"]
+    assert pool.train(2, [*run, *bare, "--train-iters", "2"])[0].exit_status == 0
+    found = inspect(tmp_path / "bare")["bytes"]
+    assert found.keys() == {"weights"}
+    more = ["--load", str(tmp_path / "bare"), "--override-opt-param-scheduler"]
+    resumed = pool.train(2, [*run, *more])[0]
+    assert resumed.exit_status == 0 and len(resumed.losses) == 4
