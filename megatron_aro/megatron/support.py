@@ -259,9 +259,14 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
         RefusedError: before any weight changes.
     """
     saved = state["args"]
-    if args.finetune or args.no_load_optim or saved.no_save_optim:
+    if args.finetune or args.no_load_optim:
         return
-    if arguments.NAME not in (args.optimizer, saved.optimizer):
+    if saved.no_save_optim and args.optimizer == arguments.NAME:
+        raise RefusedError(
+            "The checkpoint was saved with --no-save-optim and has no optimizer state: take its "
+            "weights with --no-load-optim."
+        )
+    if saved.no_save_optim or arguments.NAME not in (args.optimizer, saved.optimizer):
         return
     if args.optimizer != saved.optimizer:
         _check_change(args, saved, state.get("content_metadata"))

@@ -157,5 +157,8 @@ def test_flags_about_what_is_loaded_work_as_for_adam(
     found = inspect(tmp_path / "bare")["bytes"]
     assert found.keys() == {"weights"}
     more = ["--load", str(tmp_path / "bare"), "--override-opt-param-scheduler"]
-    resumed = pool.train(2, [*run, *more])[0]
+    refused = pool.train(2, [*run, *more])[0]
+    assert refused.exit_status == 2
+    assert "--no-save-optim" in refused.stderr or optimizer == "adam"
+    resumed = pool.train(2, [*run, *more, "--no-load-optim"])[0]
     assert resumed.exit_status == 0 and len(resumed.losses) == 4
