@@ -57,12 +57,12 @@ def pieces(model: list, optimizer: Any) -> dict[str, Any]:
                     start = wrapped._get_model_param_range_map(parameter)["param"].start
                 state = {"param": main, **wrapped.optimizer.state[main]}
                 found[name] = {
-                    key: (start, torch.as_tensor(value).detach().clone().flatten())
+                    key: (start, torch.as_tensor(value).detach().clone().cpu().flatten())
                     for key, value in state.items()
                 }
     matrices = {}
     for of in optimizer.matrices:
-        matrices |= {name: tensor.clone() for name, tensor in of.rotation_state().items()}
+        matrices |= {name: tensor.clone().cpu() for name, tensor in of.rotation_state().items()}
     return {"parameters": found, "names": names, "matrices": matrices}
 
 
