@@ -19,9 +19,11 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -158,7 +160,7 @@ def load(
         source: by which it was asked for, None for what `plain_state` gave.
 
     Raises:
-        ValueError: state of matrices is missing or left over, or of another shape.
+        ValueError: state of matrices is missing, or of another shape.
     """
     rotation = None if source is None else source.rotation
     if rotation is None:
@@ -183,11 +185,26 @@ def _find_step(loaded: Any) -> int:
 
 
 def plain_state(chain: list[MegatronOptimizer]) -> dict[str, Any]:
-    """This rank's state for Megatron's "torch" format."""
-    return {
-        **{name_of(wrapped): wrapped.state_dict() for wrapped in chain},
-        MATRICES: _matrices(chain),
-    }
+    """What ranks write to their files in Megatron's "torch" format; matrices go apart."""
+    return {name_of(wrapped): wrapped.state_dict() for wrapped in chain}
+
+
+def save_matrices(chain: list[MegatronOptimizer], folder: Path) -> None:
+    """Write what belongs to this rank's matrices into a file of its own, for the "torch" format.
+
+    There one data-parallel rank writes for all, and each has its own rotations.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: tensor.clone() for key, tensor in _matrices(chain).items()}
+    torch.save(state, folder / f"aro_matrices_{dist.get_rank():05d}.pt")
+
+
+def read_matrices(folder: Path) -> dict[str, torch.Tensor]:
+    """What all ranks wrote there, mapped and not read: a rank copies what it owns."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("aro_matrices_*.pt")):
+        found |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return found
 
 
 def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, dict[int, Any]]:
@@ -264,10 +281,9 @@ def _matrices(chain: list[MegatronOptimizer]) -> dict[str, torch.Tensor]:
 
 
 def _load_matrices(chain: list[MegatronOptimizer], loaded: Mapping[str, torch.Tensor]) -> None:
-    nobodys = loaded.keys() - _matrices(chain).keys()
     for optimizer in _aro(chain):
         own = optimizer.rotation_state().keys()
-        optimizer.load_rotation_state({k: v for k, v in loaded.items() if k in own | nobodys})
+        optimizer.load_rotation_state({k: v for k, v in loaded.items() if k in own})
 
 
 def _aro(chain: list[MegatronOptimizer]) -> list[MatrixOptimizer]:

@@ -39,7 +39,7 @@ def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
     except SystemExit:
         if args.exit_on_missing_checkpoint and not (Path(args.load) / _TRACKER).is_file():
             raise
-        cause = f"{_TRACKER} or the file of a rank is damaged"
+        cause = f"{_TRACKER} or the file of a rank is missing or damaged"
     raise RefusedError(
         f"The checkpoint in {args.load} cannot be loaded, and this run has not started: {cause}; "
         "--ckpt-step ITERATION takes another one."

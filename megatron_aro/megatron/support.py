@@ -45,10 +45,6 @@ def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
-def _data_parallel(args: Any) -> int:
-    return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-
-
 _REFUSALS = (
     Refusal(
         "--aro-param-layout whole without --use-distributed-optimizer",
@@ -144,14 +140,10 @@ _REFUSALS = (
         "use flags",
     ),
     Refusal(
-        "--ckpt-format torch",
-        lambda args: (
-            args.ckpt_format == "torch"
-            and bool(args.save or args.load)
-            and _data_parallel(args) > 1
-        ),
-        "of several data-parallel ranks it saves the state of one, and each has its own rotations",
-        "use torch_dist",
+        "--non-persistent-ckpt-type local",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        "ARO is not tested with checkpoints in memory",
+        "use global",
     ),
     Refusal(
         "--ckpt-format",
@@ -234,8 +226,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
 _FIXED = ("projection", "rotation", "orientation")
-# Of the layout, what bucket space fixes, and what one file a rank fixes.
-_MODEL_LAYOUT = (
+# What fixes pieces of flat buffers, and the files of format torch.
+_LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -245,7 +237,6 @@ _MODEL_LAYOUT = (
     "aro_param_layout",
     "num_distributed_optimizer_instances",
 )
-_LAYOUT = ("world_size", "context_parallel_size", *_MODEL_LAYOUT)
 
 
 def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
@@ -330,18 +321,16 @@ def _check_layout(
             f"The checkpoint's run had --bf16 {'on' if saved.bf16 else 'off'}, this one has not: "
             "go on with its precision, or take its weights alone with --no-load-optim."
         )
-    fixed: tuple[str, ...]
     if metadata is None:
-        fixed, reason = _LAYOUT, "is of format torch, a file a rank"
-        way_out = "--ckpt-format torch_dist"
+        reason, way_out = "is of format torch, a file a rank", "--ckpt-format torch_dist"
     elif saved.use_distributed_optimizer and not _in_model_space(metadata):
-        fixed, reason = _MODEL_LAYOUT, "has optimizer state in pieces of flat buffers"
+        reason = "has optimizer state in pieces of flat buffers"
         way_out = "--dist-ckpt-optim-fully-reshardable"
     else:
         return
     moved = [
         f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
-        for name in fixed
+        for name in _LAYOUT
         if getattr(saved, name) != getattr(args, name)
     ]
     if moved:

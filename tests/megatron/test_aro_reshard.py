@@ -108,11 +108,13 @@ def test_any_layout_reads_what_another_saved(
         assert after == pytest.approx(losses[3:], abs=2e-3), name
 
 
+@pytest.mark.parametrize("form", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "torch"])
 def test_pieces_of_buffers_go_to_other_numbers_of_data_parallel_ranks_only(
-    pool: Pool, tmp_path: Path
+    pool: Pool, tmp_path: Path, form: list[str]
 ) -> None:
-    """Megatron's default, dp_reshardable: the rest is refused before any weight changes."""
-    argv = [*ARO, *GATED, *DISTRIBUTED]
+    """Megatron's defaults of both formats; the rest is refused before any weight changes."""
+    argv = [*ARO, *GATED, *DISTRIBUTED, *form]
+    way_out = "--ckpt-format torch_dist" if form else "--dist-ckpt-optim-fully-reshardable"
     save = ["--save", str(tmp_path), "--save-interval", "3"]
     straight = pool.run(2, train_watched, [*argv, *save], iteration=3)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
@@ -124,14 +126,15 @@ def test_pieces_of_buffers_go_to_other_numbers_of_data_parallel_ranks_only(
     replicated = [flag for flag in argv if flag not in DISTRIBUTED]
     for moved, said in (
         ([*argv, *TP2], "tensor_model_parallel_size from 1 to 2"),
-        ([*argv, *PP2], "pipeline_model_parallel_size from 1 to 2"),
+        ([*argv, *PP2], "cannot be loaded" if form else "pipeline_model_parallel_size from 1 to 2"),
         (replicated, "use_distributed_optimizer from True to False"),
         ([*argv, *BF16], "--bf16 off"),
     ):
         refused = pool.train(2, [*moved, *load])[0]
         assert refused.exit_status == 2 and said in refused.stderr
-        assert ("save with --dist-ckpt-optim-fully-reshardable" in refused.stderr) == (
-            moved[-1] != "--bf16"
-        )
+        told = f"save with {way_out}" in refused.stderr
+        assert told == (said.endswith(("2", "False")))
+    if form:
+        return
     cut_otherwise = pool.train(2, [*argv, *OVERLAP, *load])[0]
     assert cut_otherwise.exit_status == 2 and "checkpoint" in cut_otherwise.stderr
