@@ -41,6 +41,7 @@ SOURCE = "aro_source"  # there too, while loading: a Source
 MODEL_SPACE, BUCKET_SPACE = "fully_reshardable", "dp_reshardable"
 _STATE = "optimizer.state."
 _STEP = "step"
+_FILE = "aro_matrices_{:05d}_of_{:05d}.pt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +146,16 @@ def sharded_state(
     if source is not None and source.rotation is not None:
         return state
     state[MATRICES] = {
-        key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor)
-        for key, tensor in _matrices(chain).items()
+        key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor, replica_id=_copy(wrapped))
+        for wrapped in chain
+        for key, tensor in _matrices([wrapped]).items()
     }
     return state
+
+
+def _copy(wrapped: MegatronOptimizer) -> int:
+    """Which of the copies this is: each instance of the distributed optimizer has one."""
+    return getattr(wrapped, "distributed_optimizer_instance_id", 0)
 
 
 def load(
@@ -164,7 +171,7 @@ def load(
     """
     rotation = None if source is None else source.rotation
     if rotation is None:
-        _load_matrices(chain, loaded[MATRICES])
+        _load_matrices(chain, loaded.get(MATRICES, {}))  # empty: this rank owns none
     in_model_space = source is not None and not source.in_buckets
     step = _find_step(loaded) if in_model_space else 0
     for wrapped in chain:
@@ -196,13 +203,14 @@ def save_matrices(chain: list[MegatronOptimizer], folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: tensor.clone() for key, tensor in _matrices(chain).items()}
-    torch.save(state, folder / f"aro_matrices_{dist.get_rank():05d}.pt")
+    torch.save(state, folder / _FILE.format(dist.get_rank(), dist.get_world_size()))
 
 
-def read_matrices(folder: Path) -> dict[str, torch.Tensor]:
-    """What all ranks wrote there, mapped and not read: a rank copies what it owns."""
+def read_matrices(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """What so many ranks wrote there, mapped and not read: a rank copies what it owns."""
     found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("aro_matrices_*.pt")):
+    for rank in range(world_size):  # others are left from a save that was killed
+        path = folder / _FILE.format(rank, world_size)
         found |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return found
 

@@ -54,25 +54,26 @@ def _load_base_checkpoint(
 ) -> Any:
     from megatron.training import global_vars
 
-    if args.optimizer == arguments.NAME:
-        from megatron_aro.megatron import faults
-
-        loaded = faults.told(functools.partial(original, load_dir, args, *rest, **kwargs), args)
+    load = functools.partial(original, load_dir, args, *rest, **kwargs)
+    if args.optimizer != arguments.NAME:
+        loaded = load()
     else:
-        loaded = original(load_dir, args, *rest, **kwargs)
+        from megatron_aro.megatron import checkpoint, faults
+
+        loaded = faults.told(load, args)
     state, name = loaded[:2]
     # --use-checkpoint-args reads before the arguments are validated and made global.
     validated = global_vars._GLOBAL_ARGS is not None
     if validated and state is not None and state.get("args") is not None:
         support.check_checkpoint(args, state)
-        if args.optimizer == arguments.NAME:
-            from megatron_aro.megatron import checkpoint
-
-            if kwargs.get("rank0"):
-                checkpoint.describe(state, args, name)
-            elif Path(name).is_file() and "optimizer" in state:  # of format torch
-                folder = Path(name).parent.parent
-                state["optimizer"][checkpoint.MATRICES] = checkpoint.read_matrices(folder)
+        if args.optimizer != arguments.NAME or args.finetune or args.no_load_optim:
+            return loaded
+        if kwargs.get("rank0"):
+            checkpoint.describe(state, args, name)
+        elif Path(name).is_file():  # of format torch, below the folder of the iteration
+            read = functools.partial(checkpoint.read_matrices, Path(name).parent.parent)
+            size = state["args"].world_size
+            state["optimizer"][checkpoint.MATRICES] = faults.told(lambda: read(size), args)
     return loaded
 
 

@@ -329,9 +329,9 @@ def _check_layout(
     else:
         return
     moved = [
-        f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
+        f"{name} from {before} to {getattr(args, name)}"
         for name in _LAYOUT
-        if getattr(saved, name) != getattr(args, name)
+        if (before := getattr(saved, name, None)) != getattr(args, name)
     ]
     if moved:
         raise RefusedError(

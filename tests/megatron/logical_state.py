@@ -96,8 +96,7 @@ def logical(ranks: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
                 assert bool((target.isnan() | (target == flat)).all()), f"replicas of {name}.{key}"
                 target.copy_(flat)
         for name, tensor in rank["matrices"].items():
-            assert name not in whole, f"{name} has two owners"
-            whole[name] = tensor
+            assert whole.setdefault(name, tensor).equal(tensor), f"copies of {name}"
     for name, parts in shards.items():
         for key in parts[min(parts)]:
             merged = _merge({rank: part[key] for rank, part in parts.items()}, layout[name])

@@ -98,6 +98,8 @@ def test_pieces_of_buffers_of_adamw_are_refused(pool: Pool, tmp_path: Path) -> N
     (refused, _) = pool.train(2, [*ARO, *DISTRIBUTED, "--load", str(tmp_path), *FROM, "qr"])
     assert refused.exit_status == 2
     assert "save it with --dist-ckpt-optim-fully-reshardable" in refused.stderr
+    weights = ["--load", str(tmp_path), "--no-load-optim"]
+    assert len(pool.train(2, [*ARO, *DISTRIBUTED, *weights])[0].losses) == 3
     save(pool, tmp_path / "all", 2, [*argv, *RESHARDABLE])
     results = pool.train(2, [*ARO, *DISTRIBUTED, "--load", str(tmp_path / "all"), *FROM, "qr"])
     assert results[0].exit_status == 0 and len(results[0].losses) == 3

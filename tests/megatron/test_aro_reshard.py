@@ -18,6 +18,9 @@ TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VIRTUAL = [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2"]
+INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
+WHOLE = ["--aro-param-layout", "whole"]
 EP4 = ["--expert-model-parallel-size", "4"]
 ETP1 = ["--expert-tensor-parallel-size", "1"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
@@ -44,8 +47,14 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
         {
             "DP 4": (4, DISTRIBUTED),
             "TP 4": (4, TP4),
+            "CP 2 x DP 2, no matrix cut": (4, [*CP2, *DISTRIBUTED, *WHOLE]),
             "PP 2 x TP 2": (4, [*PP2, *TP2, *DISTRIBUTED]),
         },
+    ),
+    "CP 2 x TP 2, no matrix cut": (
+        DEEP,
+        (4, [*CP2, *TP2, *DISTRIBUTED, *WHOLE]),
+        {"DP 2": (2, DISTRIBUTED), "DP 4, two instances": (4, INSTANCES)},
     ),
     "PP 2, virtual, untied": (
         [*DEEP, *UNTIED],
