@@ -127,11 +127,13 @@ def sharded_state(
 
     Args:
         model_state: the model's sharded state dictionary.
-        metadata: Megatron's, of this run or of the checkpoint; while loading with a `Source`.
+        metadata: Megatron's, of this run or of the checkpoint; while loading with a `Source`, or
+            without one what this run's wrappers saved is asked for.
     """
     in_buckets = metadata.get(SHARDING) == BUCKET_SPACE
-    source: Source | None = metadata[SOURCE] if is_loading else None
+    source: Source | None = metadata.get(SOURCE) if is_loading else None
     state: dict[str, Any] = {} if in_buckets else {_STEP: 0}
+    missing: list[str] = []
     for wrapped in chain:
         name = name_of(wrapped)
         own = wrapped.sharded_state_dict(model_state, is_loading, metadata=dict(metadata))
@@ -142,7 +144,10 @@ def sharded_state(
             step, state[name] = _common_form(wrapped, own)
             state[_STEP] = max(state[_STEP], step)
             if source is not None:
-                _ask_for(state[name], source, isinstance(wrapped.optimizer, MatrixOptimizer))
+                is_aro = isinstance(wrapped.optimizer, MatrixOptimizer)
+                missing += _ask_for(state[name], source, is_aro)
+    if source is not None and source.keys is not None:
+        _print_missing(missing)
     if source is not None and source.rotation is not None:
         return state
     state[MATRICES] = {
@@ -164,7 +169,7 @@ def load(
     """Take over what `sharded_state` asked for, or what `plain_state` gave.
 
     Args:
-        source: by which it was asked for, None for what `plain_state` gave.
+        source: by which it was asked for, if any.
 
     Raises:
         ValueError: state of matrices is missing, or of another shape.
@@ -172,7 +177,7 @@ def load(
     rotation = None if source is None else source.rotation
     if rotation is None:
         _load_matrices(chain, loaded.get(MATRICES, {}))  # empty: this rank owns none
-    in_model_space = source is not None and not source.in_buckets
+    in_model_space = _STEP in loaded or (source is not None and not source.in_buckets)
     step = _find_step(loaded) if in_model_space else 0
     for wrapped in chain:
         state = loaded.get(name_of(wrapped), {})  # without parameters on this rank it is empty
@@ -261,8 +266,13 @@ def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: in
     return {"optimizer": native, "fp32_from_fp16_params": mains}
 
 
-def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -> None:
-    """Ask for tensors by their names in the checkpoint, and for none that it does not have."""
+def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -> list[str]:
+    """Ask for tensors by their names in the checkpoint, and for none that it does not have.
+
+    Returns:
+        what starts from zero because the checkpoint does not have it.
+    """
+    missing = []
     for of_parameter in tensors.values():
         for kind, sharded in list(of_parameter.items()):
             key = sharded.key.removeprefix(_STATE).partition(".")[2]
@@ -280,7 +290,16 @@ def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -
             # Float32 main parameters share the memory of the weights, which are loaded anyway.
             del of_parameter[kind]
             if kind != "param" and names:
-                print_rank_0(f"ARO: {kind} of {key} starts from zero")
+                missing.append(f"{kind} of {key}")
+    return missing
+
+
+def _print_missing(of_this_rank: list[str]) -> None:
+    of_all: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_all, of_this_rank)
+    names = sorted({name for names in of_all for name in names})
+    if names:
+        print_rank_0(f"ARO: not in the checkpoint, from zero: {', '.join(names)}")
 
 
 def _matrices(chain: list[MegatronOptimizer]) -> dict[str, torch.Tensor]:

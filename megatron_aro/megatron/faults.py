@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_aro.megatron.support import RefusedError
@@ -22,14 +21,14 @@ _MEANS = {
 }
 
 
-def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
-    """The result of Megatron's loading function.
+def told(load: Callable[[], Any], folder: str | None, args: argparse.Namespace) -> Any:
+    """The result of a function that loads from a folder of checkpoints; called by all ranks.
 
     Raises:
         RefusedError: in one sentence, where Megatron raises, or leaves with exit status 0.
     """
-    if args.load is not None:
-        _restore_tracker(Path(args.load))
+    if folder is not None:
+        _restore_tracker(Path(folder))
     try:
         return load()
     except RefusedError:
@@ -37,11 +36,11 @@ def told(load: Callable[[], Any], args: argparse.Namespace) -> Any:
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         cause = _cause(error)
     except SystemExit:
-        if args.exit_on_missing_checkpoint and not (Path(args.load) / _TRACKER).is_file():
+        if args.exit_on_missing_checkpoint and not (Path(folder or "") / _TRACKER).is_file():
             raise
         cause = f"{_TRACKER} or the file of a rank is missing or damaged"
     raise RefusedError(
-        f"The checkpoint in {args.load} cannot be loaded, and this run has not started: {cause}; "
+        f"The checkpoint in {folder} cannot be loaded, and this run has not started: {cause}; "
         "--ckpt-step ITERATION takes another one."
     )
 
@@ -60,19 +59,13 @@ def _restore_tracker(folder: Path) -> None:
     A run that is killed in between has just saved the newest checkpoint, which is complete: its
     ".metadata" is renamed into place last. Format torch has no such sign, so it is left alone.
     """
-    tracker = folder / _TRACKER
-    if not tracker.is_file() or tracker.read_text().strip():
-        return
-    saved = sorted(path.parent.name for path in folder.glob("iter_*/.metadata"))
-    if not saved:
-        return
-    number = saved[-1].removeprefix("iter_").lstrip("0") or "0"
-    print_rank_0(f"ARO: {tracker} was empty: a save was killed; {saved[-1]} is the newest there.")
-    if dist.is_initialized():
-        dist.barrier()  # all have seen it empty
     if not dist.is_initialized() or dist.get_rank() == 0:
-        new = tracker.with_suffix(".new")
-        new.write_text(number)
-        os.replace(new, tracker)
+        tracker = folder / _TRACKER
+        saved = sorted(path.parent.name for path in folder.glob("iter_*/.metadata"))
+        if saved and tracker.is_file() and not tracker.read_text().strip():
+            print(f"ARO: {tracker} was empty: a save was killed; {saved[-1]} is the newest.")
+            new = tracker.with_suffix(".new")
+            new.write_text(str(int(saved[-1].removeprefix("iter_"))))
+            os.replace(new, tracker)
     if dist.is_initialized():
         dist.barrier()

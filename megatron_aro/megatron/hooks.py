@@ -60,7 +60,7 @@ def _load_base_checkpoint(
     else:
         from megatron_aro.megatron import checkpoint, faults
 
-        loaded = faults.told(load, args)
+        loaded = faults.told(load, load_dir, args)
     state, name = loaded[:2]
     # --use-checkpoint-args reads before the arguments are validated and made global.
     validated = global_vars._GLOBAL_ARGS is not None
@@ -73,7 +73,9 @@ def _load_base_checkpoint(
         elif Path(name).is_file():  # of format torch, below the folder of the iteration
             read = functools.partial(checkpoint.read_matrices, Path(name).parent.parent)
             size = state["args"].world_size
-            state["optimizer"][checkpoint.MATRICES] = faults.told(lambda: read(size), args)
+            state["optimizer"][checkpoint.MATRICES] = faults.told(
+                lambda: read(size), load_dir, args
+            )
     return loaded
 
 

@@ -67,6 +67,11 @@ def test_momenta_come_from_another_optimizers_checkpoint(
         states[name] = logical([rank.inspected for rank in results])
         assert results[0].losses[0] == pytest.approx(losses[0], abs=2e-2)
         assert len(results[0].losses) == 3
+    logged = pool.train(2, [*ARO, *bf16, *load, "identity"])[0].stdout
+    position = "embedding.position_embeddings.weight"
+    absent = f"not in the checkpoint, from zero: exp_avg of {position}, exp_avg_sq of {position}\n"
+    assert (absent in logged) == (optimizer == "muon")
+    assert f"ARO: from {optimizer}: momenta: exp_avg, rotations: identity" in logged
     moments = stored(tmp_path)
     last = "decoder.layers.self_attention.linear_proj.weight"
     kind = "exp_avg" if optimizer == "adam" else "momentum_buffer"

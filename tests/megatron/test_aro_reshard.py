@@ -37,7 +37,7 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
         {
             "one process": (1, []),
             "DP 3": (3, DISTRIBUTED),
-            "TP 2 x DP 2": (4, [*TP2, *DISTRIBUTED]),
+            "TP 2 x DP 2": (4, [*TP2, *DISTRIBUTED, "--ckpt-fully-parallel-load"]),
             "PP 2, virtual, x DP 2": (4, [*VIRTUAL, *DISTRIBUTED]),
         },
     ),
@@ -73,7 +73,7 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
     ),
     "experts, EP 2 x DP 2": (
         MOE,
-        (4, [*EP2, *DISTRIBUTED]),
+        (4, [*EP2, *DISTRIBUTED, "--distrib-optim-fully-reshardable-mem-efficient"]),
         {
             "one process": (1, []),
             "EP 4": (4, [*EP4, *DISTRIBUTED]),
