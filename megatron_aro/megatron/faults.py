@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_aro.megatron.launch import lost_contact
 from megatron_aro.megatron.support import RefusedError
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -25,24 +26,28 @@ def told(load: Callable[[], Any], folder: str | None, args: argparse.Namespace) 
     """The result of a function that loads from a folder of checkpoints; called by all ranks.
 
     Raises:
-        RefusedError: in one sentence, where Megatron raises, or leaves with exit status 0.
+        RefusedError: in one sentence, where Megatron raises, or leaves with exit status 0; not
+            where another rank has gone.
     """
     if folder is not None:
         _restore_tracker(Path(folder))
+    origin: BaseException
     try:
         return load()
     except RefusedError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        cause = _cause(error)
-    except SystemExit:
+        if lost_contact(error):
+            raise
+        origin, cause = error, _cause(error)
+    except SystemExit as error:
         if args.exit_on_missing_checkpoint and not (Path(folder or "") / _TRACKER).is_file():
             raise
-        cause = f"{_TRACKER} or the file of a rank is missing or damaged"
+        origin, cause = error, f"{_TRACKER} or the file of a rank is missing or damaged"
     raise RefusedError(
         f"The checkpoint in {folder} cannot be loaded, and this run has not started: {cause}; "
         "--ckpt-step ITERATION takes another one."
-    )
+    ) from origin
 
 
 def _cause(error: BaseException) -> str:
