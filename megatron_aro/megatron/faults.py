@@ -43,12 +43,8 @@ def told(load: Callable[[], Any], folder: str | None, args: argparse.Namespace) 
     except SystemExit as error:
         if args.exit_on_missing_checkpoint and not (Path(folder or "") / _TRACKER).is_file():
             raise
-        origin, cause = (
-            error,
-            (
-                f"{_TRACKER} must hold the number of an iteration, and the file of each rank be whole"
-            ),
-        )
+        origin = error
+        cause = f"{_TRACKER} must hold an iteration's number, and each rank's file be whole"
     raise RefusedError(
         f"The checkpoint in {folder} cannot be loaded, and this run has not started: {cause}; "
         "--ckpt-step ITERATION takes another one."
