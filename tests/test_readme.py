@@ -46,7 +46,6 @@ def test_what_is_refused_is_said(refusal):
         "--fp4-param-gather": "FP8/FP4 parameter gather",
         "--moe-mlp-glu-interleave-size": "interleaved GLU gates",
         "--moe-shared-expert-glu-interleave-size": "interleaved GLU gates",
-        "--ckpt-format torch": "`torch` checkpoints of several data-parallel ranks",
         "--ckpt-format": "other checkpoint formats",
     }
     assert words.get(refusal.flag, refusal.flag) in README

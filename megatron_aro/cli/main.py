@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, compare, doctor, plan, prepare, train
+from megatron_aro.cli import bench, compare, doctor, inspect, plan, prepare, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_parser(commands)
     doctor.add_parser(commands)
     compare.add_parser(commands)
+    inspect.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

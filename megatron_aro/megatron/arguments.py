@@ -8,6 +8,19 @@ import re
 from megatron_aro.config import AROConfig, flag, settings
 
 NAME = "aro"
+# What ARO starts from where a checkpoint does not have it; refused as long as nobody says it.
+INIT = {
+    "init_momentum": (
+        ("exp_avg", "zero"),
+        "What momenta start from when the checkpoint is AdamW's or Muon's: its exp_avg (Muon's "
+        "momentum_buffer), or zero.",
+    ),
+    "init_rotation": (
+        ("identity", "qr"),
+        "What rotations start from when the checkpoint has none, or has them of other settings: "
+        "the identity, or three sweeps of orthonormalisation on the momenta.",
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -28,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             choices=f.metadata["choices"],
             help=f.metadata["help"] + " Default: %(default)s.",
         )
+    for name, (choices, help) in INIT.items():
+        group.add_argument(f"--aro-{name.replace('_', '-')}", choices=choices, help=help)
     return parser
 
 
@@ -44,4 +59,5 @@ def ineffective_flags(args: argparse.Namespace) -> list[str]:
     """ARO flags that were changed although another optimizer is chosen."""
     if args.optimizer == NAME:
         return []
-    return [flag(f.name) for f in settings() if getattr(args, f"aro_{f.name}") != f.default]
+    changed = [f.name for f in settings() if getattr(args, f"aro_{f.name}") != f.default]
+    return [flag(n) for n in (*changed, *(n for n in INIT if getattr(args, f"aro_{n}")))]

@@ -54,13 +54,44 @@ def _load_base_checkpoint(
 ) -> Any:
     from megatron.training import global_vars
 
-    loaded = original(load_dir, args, *rest, **kwargs)
-    state = loaded[0]
+    load = functools.partial(original, load_dir, args, *rest, **kwargs)
+    if args.optimizer != arguments.NAME:
+        loaded = load()
+    else:
+        from megatron_aro.megatron import checkpoint, faults
+
+        loaded = faults.told(load, load_dir, args)
+    state, name = loaded[:2]
     # --use-checkpoint-args reads before the arguments are validated and made global.
     validated = global_vars._GLOBAL_ARGS is not None
     if validated and state is not None and state.get("args") is not None:
-        support.check_checkpoint(args, state["args"])
+        support.check_checkpoint(args, state)
+        if args.optimizer != arguments.NAME or args.finetune or args.no_load_optim:
+            return loaded
+        if kwargs.get("rank0"):
+            checkpoint.describe(state, args, name)
+        elif Path(name).is_file():  # of format torch, below the folder of the iteration
+            read = functools.partial(checkpoint.read_matrices, Path(name).parent.parent)
+            size = state["args"].world_size
+            state["optimizer"][checkpoint.MATRICES] = faults.told(
+                lambda: read(size), load_dir, args
+            )
     return loaded
+
+
+def _save_checkpoint(
+    original: Original, iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    args = get_args()
+    if args.optimizer == arguments.NAME and args.ckpt_format == "torch" and not args.no_save_optim:
+        from megatron_aro.megatron import checkpoint
+
+        folder = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True))
+        checkpoint.save_matrices(optimizer.chained_optimizers, folder)
+    return original(iteration, model, optimizer, *rest, **kwargs)
 
 
 def _get_megatron_optimizer_config(original: Original, args: Any) -> Any:
@@ -147,7 +178,15 @@ HOOKS = (
         "_load_base_checkpoint",
         _load_base_checkpoint,
         "It knows the arguments of the run that saved before anything is loaded; what is not this "
-        "run's optimizer state fails much later, with a list of missing keys, or not at all.",
+        "run's optimizer state fails much later, with a list of missing keys, or not at all. What "
+        "it cannot read ends in a traceback a rank, or in exit status 0.",
+    ),
+    Hook(
+        "megatron.training.training",
+        "save_checkpoint",
+        _save_checkpoint,
+        "In the torch format one data-parallel rank writes the optimizer's state for all, and each "
+        "has rotations of its own.",
     ),
     Hook(
         "megatron.training.training",

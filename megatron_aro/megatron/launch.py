@@ -116,7 +116,7 @@ def _announce(error: Exception) -> None:
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return
     rank, place = dist.get_rank(), _place(error)
-    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+    if lost_contact(error):
         said = (
             f"rank {rank} lost contact with other ranks {place}: the log of the rank that failed "
             "first says why."
@@ -125,6 +125,11 @@ def _announce(error: Exception) -> None:
         name = type(error).__name__
         said = f"rank {rank} failed {place} ({name}); ranks that wait for it lose contact."
     print(f"error: {said}", file=sys.stderr, flush=True)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether gloo or NCCL says that another rank has gone, or does not answer."""
+    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
 
 
 def _place(error: Exception) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +25,8 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.optimizer import (
-    SEPARATE_GRAD_NORM_GROUPS,
-    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
     MegatronOptimizer,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithNamePredicate
@@ -37,16 +36,20 @@ from megatron.core.utils import get_model_config, get_pg_size
 from megatron_aro.config import AROConfig, ParamLayout
 from megatron_aro.megatron import param_layout
 from megatron_aro.megatron.arguments import NAME
+from megatron_aro.megatron.chain import AROChainedOptimizer
 from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
 from megatron_aro.megatron.names import canonical_name, trainable_parameters
 from megatron_aro.megatron.report import (
     print_padding,
     print_placements,
-    report_fallbacks,
-    report_phases,
 )
-from megatron_aro.megatron.wrappers import WRAPPERS, held_intervals, main_parameter
+from megatron_aro.megatron.wrappers import (
+    ARODistributedOptimizer,
+    LoadableDistributedOptimizer,
+    held_intervals,
+    main_parameter,
+)
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.cost import batch_limit, seconds
@@ -92,51 +95,6 @@ def tag_parameters(model_chunks: Sequence[torch.nn.Module], layout: ParamLayout 
         parameter.is_managed_by_layer_wise_optimizer = is_aro  # type: ignore[attr-defined]
         if is_aro:
             param_layout.tag(parameter, layout)
-
-
-class AROChainedOptimizer(ChainedOptimizer):
-    """The chain of ARO and AdamW.
-
-    A step whose gradient norm is NaN or Inf changes nothing, on all ranks, and counts as skipped
-    in Megatron's log: a rotation cannot recover from a poisoned momentum.
-    """
-
-    def __init__(self, optimizers: list[MegatronOptimizer]):
-        super().__init__(optimizers)
-        self.matrices = [
-            wrapped.optimizer
-            for wrapped in optimizers
-            if isinstance(wrapped.optimizer, MatrixOptimizer)
-        ]
-        for matrices in self.matrices:
-            matrices.together = self.matrices
-        self._gradients_finite = True
-        self._steps = 0
-
-    def get_grad_norm(self) -> float:
-        # Reduced over all ranks, so that they agree. Python floats already: no further sync.
-        norm = super().get_grad_norm()
-        # Detached MTP heads are not in that norm.
-        apart = [
-            self._get_grad_norm_for_group(detached)
-            for detached in SEPARATE_GRAD_NORM_GROUPS
-            if self.has_grad_norm_group(detached)
-        ]
-        self._gradients_finite = all(math.isfinite(float(x)) for x in [norm, *apart])
-        return norm
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        if not self._gradients_finite:
-            return False
-        success = super().step_with_ready_grads()
-        self._steps += 1
-        interval = getattr(self.config, "report_interval", None)
-        if interval and self._steps % interval == 0:
-            report_fallbacks(self.matrices, interval)
-            if self.config.report_phases:
-                report_phases(self.matrices)
-        return success
 
 
 def get_aro_optimizer(
@@ -308,7 +266,8 @@ def _wrap(
     """Put a torch optimizer into the wrapper that Megatron's own factory would choose for Adam."""
     if config.use_distributed_optimizer:
         is_aro = kind == NAME
-        wrapped = WRAPPERS[kind, "distributed"](
+        distributed = ARODistributedOptimizer if is_aro else LoadableDistributedOptimizer
+        wrapped = distributed(
             optimizer,
             config,
             None,
@@ -329,10 +288,10 @@ def _wrap(
         )
         wrapped.grad_stats_parallel_group = grid.statistics
     elif config.bf16:
-        wrapped = WRAPPERS[kind, "mixed"](optimizer, config, None, init_state)
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
         wrapped.grad_stats_parallel_group = grid.model
     else:
-        wrapped = WRAPPERS[kind, "fp32"](optimizer, config, init_state)
+        wrapped = FP32Optimizer(optimizer, config, init_state)
         wrapped.grad_stats_parallel_group = grid.model
     groups = ProcessGroupCollection.use_mpu_process_groups()
     wrapped.tp_group = groups.tp

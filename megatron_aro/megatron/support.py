@@ -45,10 +45,6 @@ def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
-def _data_parallel(args: Any) -> int:
-    return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-
-
 _REFUSALS = (
     Refusal(
         "--aro-param-layout whole without --use-distributed-optimizer",
@@ -144,14 +140,10 @@ _REFUSALS = (
         "use flags",
     ),
     Refusal(
-        "--ckpt-format torch",
-        lambda args: (
-            args.ckpt_format == "torch"
-            and bool(args.save or args.load)
-            and _data_parallel(args) > 1
-        ),
-        "of several data-parallel ranks it saves the state of one, and each has its own rotations",
-        "use torch_dist",
+        "--non-persistent-ckpt-type local",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        "ARO is not tested with checkpoints in memory",
+        "use global",
     ),
     Refusal(
         "--ckpt-format",
@@ -234,12 +226,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
 _FIXED = ("projection", "rotation", "orientation")
+# What fixes pieces of flat buffers, and the files of format torch.
 _LAYOUT = (
-    "world_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "use_distributed_optimizer",
@@ -248,41 +239,103 @@ _LAYOUT = (
 )
 
 
-def check_checkpoint(args: argparse.Namespace, saved: argparse.Namespace) -> None:
-    """Refuse to load optimizer state that is not of this run's optimizer and settings.
+def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
+    """Refuse to load optimizer state that this run cannot take over.
 
     Args:
-        saved: the arguments of the run that wrote the checkpoint.
+        state: the part of the checkpoint that is read first: with "args", those of the run that
+            saved, and, in torch_dist, Megatron's "content_metadata".
 
     Raises:
         RefusedError: before any weight changes.
     """
-    if args.finetune or args.no_load_optim or saved.no_save_optim:
+    saved = state["args"]
+    if args.finetune or args.no_load_optim:
         return
-    if arguments.NAME not in (args.optimizer, saved.optimizer):
+    if saved.no_save_optim and args.optimizer == arguments.NAME:
+        raise RefusedError(
+            "The checkpoint was saved with --no-save-optim and has no optimizer state: take its "
+            "weights with --no-load-optim."
+        )
+    if saved.no_save_optim or arguments.NAME not in (args.optimizer, saved.optimizer):
         return
     if args.optimizer != saved.optimizer:
+        _check_change(args, saved, state.get("content_metadata"))
+    if args.use_checkpoint_opt_param_scheduler and args.lr != saved.lr:
         raise RefusedError(
-            f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
-            "take its weights alone with --no-load-optim, or go on with its optimizer."
+            f"--use-checkpoint-opt-param-scheduler takes the checkpoint's schedule, whose --lr is "
+            f"{saved.lr}, and --lr is {args.lr}: give the same, or "
+            "--override-opt-param-scheduler."
         )
+    _check_layout(args, saved, state.get("content_metadata"))
+    changed = changed_settings(args, saved)
+    restartable = args.aro_init_rotation and state.get("content_metadata") is not None
+    if changed and not restartable:
+        raise RefusedError(
+            f"The checkpoint's rotations are not of this run's settings, which change "
+            f"{', '.join(changed)}: go back to them, keep the momenta and start other rotations "
+            "with --aro-init-rotation identity (or qr; not in format torch), or take the weights "
+            "alone with --no-load-optim."
+        )
+
+
+def changed_settings(args: argparse.Namespace, saved: argparse.Namespace) -> list[str]:
+    """The settings that decide what a rotation is of, as "flag from this to that"."""
+    return [
+        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
+        for name in _FIXED
+        if saved.optimizer == arguments.NAME
+        and getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
+    ]
+
+
+def _check_change(
+    args: argparse.Namespace, saved: argparse.Namespace, metadata: dict[str, Any] | None
+) -> None:
+    """From another optimizer's state to ARO's only as the flags say it, and never back."""
+    change = f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
+    if args.optimizer != arguments.NAME:
+        raise RefusedError(
+            change + "go on with its optimizer, or take its weights alone with --no-load-optim."
+        )
+    if metadata is None:
+        raise RefusedError(
+            change + "of a checkpoint of format torch take the weights alone with --no-load-optim."
+        )
+    if not (args.aro_init_momentum and args.aro_init_rotation):
+        raise RefusedError(
+            change + "say what ARO starts from, --aro-init-momentum exp_avg (or zero) and "
+            "--aro-init-rotation identity (or qr), or take its weights alone with --no-load-optim."
+        )
+
+
+def _in_model_space(metadata: dict[str, Any]) -> bool:
+    return metadata.get("distrib_optim_sharding_type") == "fully_reshardable"
+
+
+def _check_layout(
+    args: argparse.Namespace, saved: argparse.Namespace, metadata: dict[str, Any] | None
+) -> None:
+    if args.bf16 != saved.bf16:
+        raise RefusedError(
+            f"The checkpoint's run had --bf16 {'on' if saved.bf16 else 'off'}, this one has not: "
+            "go on with its precision, or take its weights alone with --no-load-optim."
+        )
+    if metadata is None:
+        reason, way_out = "is of format torch, a file a rank", "--ckpt-format torch_dist"
+    elif saved.use_distributed_optimizer and not _in_model_space(metadata):
+        reason = "has optimizer state in pieces of flat buffers"
+        way_out = "--dist-ckpt-optim-fully-reshardable"
+    else:
+        return
     moved = [
-        f"{name} from {getattr(saved, name)} to {getattr(args, name)}"
+        f"{name} from {before} to {getattr(args, name)}"
         for name in _LAYOUT
-        if getattr(saved, name) != getattr(args, name)
+        if (before := getattr(saved, name, None)) != getattr(args, name)
     ]
     if moved:
         raise RefusedError(
-            f"The checkpoint was saved with another layout, {', '.join(moved)}: ARO resumes with "
-            "the layout that saved, or from the weights alone with --no-load-optim."
-        )
-    changed = [
-        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
-        for name in _FIXED
-        if getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
-    ]
-    if changed:
-        raise RefusedError(
-            f"The checkpoint's rotations are not of this run's settings, which change "
-            f"{', '.join(changed)}: go back to them, or start with --no-load-optim."
+            f"The checkpoint was saved with another layout, {', '.join(moved)}, and {reason}: "
+            f"resume it as it was saved and save with {way_out}, or take its weights alone with "
+            "--no-load-optim."
         )

@@ -1,61 +1,16 @@
-"""Megatron's optimizer wrappers with what ARO needs beside them: rotations in checkpoints.
-
-A rotation is not of a parameter's shape and belongs to no slice, so it gets checkpoint entries of
-its own: ``optimizer.aro.rotation.<logical matrix>``, one ShardedTensor each.
-"""
+"""Megatron's optimizer wrappers, and its distributed one made to hold a momentum alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_aro.sharding.buffers import everywhere, shares
 from megatron_aro.sharding.plan import Held
-
-_KEY = "aro"
-
-
-class _WithRotations:
-    """Mixin: the wrapped MatrixOptimizer's rotations travel with the wrapper's state."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        state[_KEY] = self.optimizer.rotation_state()  # type: ignore[attr-defined]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = dict(state_dict)
-        # Loading drops an empty entry: that of a rank that owns no matrix.
-        self.optimizer.load_rotation_state(state_dict.pop(_KEY, {}))  # type: ignore[attr-defined]
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
-        rotations = self.optimizer.rotation_state()  # type: ignore[attr-defined]
-        # Instances of the distributed optimizer have copies.
-        copy = getattr(self, "distributed_optimizer_instance_id", 0)
-        state[_KEY] = {
-            name: ShardedTensor.from_rank_offsets(f"optimizer.aro.{name}", tensor, replica_id=copy)
-            for name, tensor in rotations.items()
-        }
-        return state
-
-
-class AROFP32Optimizer(_WithRotations, FP32Optimizer):
-    """Float32 parameters, replicated over data-parallel ranks."""
-
-
-class AROMixedPrecisionOptimizer(_WithRotations, Float16OptimizerWithFloat16Params):
-    """bf16 parameters with float32 main parameters, replicated over data-parallel ranks."""
 
 
 class LoadableDistributedOptimizer(DistributedOptimizer):
@@ -104,10 +59,14 @@ class LoadableDistributedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
+        # What a checkpoint does not have stays: main parameters that are the weights themselves,
+        # and states that start from zero.
+        states = dict.fromkeys(("param", *self.optimizer_state_keys))
+        present = {**states, **tensors, "step": None}
+        super()._set_main_param_and_optimizer_states(model_param, present)
 
 
-class ARODistributedOptimizer(_WithRotations, LoadableDistributedOptimizer):
+class ARODistributedOptimizer(LoadableDistributedOptimizer):
     """Main parameters and momentum as 1-D slices of flat buffers that hold ARO's matrices only."""
 
     @property
@@ -120,7 +79,7 @@ class ARODistributedOptimizer(_WithRotations, LoadableDistributedOptimizer):
             {k: v for k, v in group.items() if k != "params"} | {"step": 0}
             for group in self.optimizer.state_dict()["param_groups"]
         ]
-        return {"optimizer": {"param_groups": groups}, _KEY: self.optimizer.rotation_state()}
+        return {"optimizer": {"param_groups": groups}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -156,16 +115,6 @@ class ARODistributedOptimizer(_WithRotations, LoadableDistributedOptimizer):
             for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if bucket_group.buckets[0].params_list[0].is_managed_by_layer_wise_optimizer:
                     chunk._start_bucket_group_param_sync(bucket_group, force_sync=False)
-
-
-WRAPPERS = {
-    ("aro", "distributed"): ARODistributedOptimizer,
-    ("aro", "mixed"): AROMixedPrecisionOptimizer,
-    ("aro", "fp32"): AROFP32Optimizer,
-    ("adam", "distributed"): LoadableDistributedOptimizer,
-    ("adam", "mixed"): Float16OptimizerWithFloat16Params,
-    ("adam", "fp32"): FP32Optimizer,
-}
 
 
 def main_parameter(wrapped: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor | None:

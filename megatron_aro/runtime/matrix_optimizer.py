@@ -174,6 +174,21 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if not self.state[parameter]:
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
 
+    @torch.no_grad()
+    def align_rotations(self, sweeps: int = 3) -> None:
+        """Turn the rotations as so many steps on unchanging momenta would; weights stay."""
+        self.initialize_state()
+        for number, chunk in enumerate(self._chunks):
+            for stepped in chunk:
+                stepped.allocate(self._exchange.device)
+            self._side.wait(self._gather(number))
+            for stepped in chunk:
+                for _ in range(sweeps):
+                    attempt = attempt_rotation(stepped.state, self.aro)
+                    (failed,) = read_failed([attempt])
+                    finish_update(stepped.state, attempt, failed, self.aro)
+                stepped.release()
+
     def rotation_state(self) -> dict[str, Tensor]:
         """What belongs to the matrices that this rank owns, by ``<kind>.<name>``, as views.
 

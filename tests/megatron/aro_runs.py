@@ -134,7 +134,7 @@ def train_with_poisoned_gradient(argv: list[str], iteration: int, ranks: list[in
     import runs
     import torch.distributed as dist
 
-    from megatron_aro.megatron.optimizer import AROChainedOptimizer
+    from megatron_aro.megatron.chain import AROChainedOptimizer
 
     seen: dict[str, Any] = {"returned": []}
     step, prepare_grads = AROChainedOptimizer.step, AROChainedOptimizer.prepare_grads

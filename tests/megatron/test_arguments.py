@@ -159,7 +159,7 @@ def test_unknown_choices_and_flags_exit(parse, flags, capsys):
     [
         ("--fp16",),
         ("--aro-param-layout", "whole"),
-        ("--ckpt-format", "torch", "--save", "there", "--save-interval", "1"),
+        ("--non-persistent-ckpt-type", "local"),
     ],
 )
 def test_unsupported_layouts_name_flag_reason_and_way_out(parse, flags):
@@ -176,7 +176,7 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
     args = parse()
     assert not refusal.applies(args)
     name = refusal.flag.split()[0].strip("-").replace("-", "_")
-    for value in (2, True, "full_iteration", "somewhere.yaml", "torch", "whole"):
+    for value in (2, True, "full_iteration", "somewhere.yaml", "torch", "whole", "local"):
         if refusal.applies(SimpleNamespace(**{**vars(args), "save": "there", name: value})):
             break
     else:

@@ -9,6 +9,8 @@ import pytest
 from aro_runs import ARO, DISTRIBUTED, GATED, MOE, optimizer_state, same
 from pool import Pool
 
+from megatron_aro.cli.inspect import inspect
+
 # Dropout on: the state of the random number generators must come back too.
 RUN = [*ARO, "--train-iters", "6", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
@@ -47,6 +49,9 @@ CASES = {
     "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),
     "torch, distributed": (1, [*GATED, *TORCH, *DISTRIBUTED, "--bf16"]),
+    "torch, DP 2 replicated": (2, [*GATED, *TORCH]),
+    "torch, TP 2 x DP 2": (4, [*GATED, *TORCH, *TP2, *DISTRIBUTED, "--bf16"]),
+    "torch, EP 2 x DP 2": (4, [*MOE, *TORCH, *EP2, *DISTRIBUTED]),
     "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
     "PP 2 x DP 2, replicated": (4, [*GATED, *PP2]),
@@ -116,10 +121,10 @@ def test_state_of_another_optimizer_or_setting_is_refused(
     ):
         (refused,) = pool.train(1, argv)
         assert refused.exit_status == 2 and sentence in refused.stderr
-    (moved, _) = pool.train(2, [*aro, "--load", str(tmp_path / "aro")])
-    assert moved.exit_status == 2
-    said = "--optimizer aro does not work with --ckpt-format torch" if form else "another layout"
-    assert said in moved.stderr
+    if form:
+        (moved, _) = pool.train(2, [*aro, *TP2, "--load", str(tmp_path / "aro")])
+        assert moved.exit_status == 2 and "saved with another layout" in moved.stderr
+        assert "save with --ckpt-format torch_dist" in moved.stderr
     for flags in (
         ["--load", str(tmp_path / "adam"), "--finetune", "--no-load-optim"],
         ["--load", str(tmp_path / "aro"), "--aro-qr", "qr", "--train-iters", "7"]
@@ -128,3 +133,35 @@ def test_state_of_another_optimizer_or_setting_is_refused(
         started = pool.train(1, [*aro, *flags, "--no-load-rng"])[0]
         assert started.exit_status == 0
         assert started.losses[0] < 5.4  # from noise it is 5.55
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "aro"])
+def test_flags_about_what_is_loaded_work_as_for_adam(
+    pool: Pool, tmp_path: Path, optimizer: str
+) -> None:
+    """--ckpt-step, --no-load-optim, --finetune and --no-save-optim; losses say what started."""
+    run = [optimizer if flag == "aro" else flag for flag in [*RUN, *GATED, "--bf16"]]
+    save = ["--save", str(tmp_path / "all"), "--save-interval", "2"]
+    straight = pool.train(2, [*run, *save])[0]
+    load = ["--load", str(tmp_path / "all"), "--ckpt-step"]
+    for flags, losses, first in (
+        (["4"], 2, True),
+        (["2"], 4, True),
+        (["4", "--no-load-optim"], 2, True),
+        (["4", "--finetune"], 6, False),
+    ):
+        resumed = pool.train(2, [*run, *load, *flags])[0]
+        assert resumed.exit_status == 0 and len(resumed.losses) == losses, flags
+        assert (resumed.losses[0] == straight.losses[-losses]) == first, flags
+        assert resumed.losses[0] < straight.losses[0] - 0.02, flags  # trained weights
+        assert (resumed.losses == straight.losses[-losses:]) == (len(flags) == 1), flags
+    bare = ["--save", str(tmp_path / "bare"), "--save-interval", "2", "--no-save-optim"]
+    assert pool.train(2, [*run, *bare, "--train-iters", "2"])[0].exit_status == 0
+    found = inspect(tmp_path / "bare")["bytes"]
+    assert found.keys() == {"weights"}
+    more = ["--load", str(tmp_path / "bare"), "--override-opt-param-scheduler"]
+    refused = pool.train(2, [*run, *more])[0]
+    assert refused.exit_status == 2
+    assert "--no-save-optim" in refused.stderr or optimizer == "adam"
+    resumed = pool.train(2, [*run, *more, "--no-load-optim"])[0]
+    assert resumed.exit_status == 0 and len(resumed.losses) == 4

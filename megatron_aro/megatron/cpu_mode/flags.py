@@ -58,6 +58,8 @@ _NEED_GPU = (
     _NeedsGpu("--use-torch-fsdp2", _always, "use --use-distributed-optimizer"),
     _NeedsGpu("--use-precision-aware-optimizer", _always, _DROP),
     _NeedsGpu("--optimizer-cpu-offload", _always, _DROP),
+    # Its worker sets a CUDA device, dies, and leaves the ranks waiting.
+    _NeedsGpu("--use-persistent-ckpt-worker", _always, "drop the flag: saving is not async then"),
     _NeedsGpu("--ddp-average-in-collective", _always, "drop the flag: gloo only sums"),
 )
 
