@@ -44,11 +44,17 @@ def project(
 
 
 def sinkhorn(x_bkn: Tensor, iterations: int) -> Tensor:
-    """Repeat X <- diag(r)^-1 X diag(c)^-1, r and c the row and column norms of the same X.
+    """Repeat X <- diag(r)^-1 X diag(c)^-1, r and c the row and column norms of the same X."""
+    p2, q2 = sinkhorn_scales(x_bkn, iterations)
+    return x_bkn * p2.sqrt() * q2.sqrt()
 
-    After t iterations the result is diag(p) X diag(q). With S = X*X the squared norms are
-    r^2 = p^2 * S q^2 and c^2 = q^2 * S^T p^2, so that p^2 <- 1 / S q^2 and q^2 <- 1 / S^T p^2:
-    X is squared once, and an iteration is two matrix-vector products.
+
+def sinkhorn_scales(x_bkn: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """p^2 [b, k, 1] and q^2 [b, 1, n] of `sinkhorn`'s result diag(p) X diag(q).
+
+    With S = X*X the squared norms of an iteration are r^2 = p^2 * S q^2 and c^2 = q^2 * S^T p^2,
+    so that p^2 <- 1 / S q^2 and q^2 <- 1 / S^T p^2: X is squared once, and an iteration is two
+    matrix-vector products.
     """
     squares = x_bkn.square()
     p2 = torch.ones_like(x_bkn[:, :, :1])
@@ -58,7 +64,7 @@ def sinkhorn(x_bkn: Tensor, iterations: int) -> Tensor:
             divide_or_zero(1.0, squares @ q2.mT),
             divide_or_zero(1.0, p2.mT @ squares),
         )
-    return x_bkn * p2.sqrt() * q2.sqrt()
+    return p2, q2
 
 
 def rownorm(x_bkn: Tensor) -> Tensor:

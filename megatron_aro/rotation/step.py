@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import fast
+from megatron_aro.rotation import fast, in_frame
 from megatron_aro.rotation.orthonormal import Climbed, climb, first_attempt, householder
 from megatron_aro.rotation.policies import target
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
@@ -136,6 +136,10 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     with _own_precision(batch):
         if fast.covers(config, batch.momentum):
             q, failed_b = fast.attempt(batch.rotation, batch.momentum, frame.factor, config)
+        elif in_frame.covers(config, batch.rotation):
+            q, failed_b = in_frame.attempt(
+                batch.rotation, _into_frame(batch.rotation, frame.momentum(batch), config), config
+            )
         else:
             q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
     failed_b = failed_b.to(torch.int8) * frame.active.flatten()

@@ -2,8 +2,9 @@
 
 Counts are those of `megatron_aro.rotation` for projection sinkhorn, rotation aro and scqr2 on an
 oriented m x n matrix, k = min(m, n): X = R^T M, two Sinkhorns, A = M f(X)^T, two passes of
-Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). Lower orders are left out, and so are
-fall-backs.
+Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). (Where m <= n, `rotation.in_frame` takes
+S = X Q X^T and R N for A and one of the Gram matrices, which is as much, and solves once less.)
+Lower orders are left out, and so are fall-backs.
 """
 
 from __future__ import annotations
@@ -124,9 +125,12 @@ def batch_limit(m: int, n: int, workspace: int) -> int:
 def workspace_bytes(m: int, n: int) -> int:
     """Memory that stepping an oriented m x n matrix takes for a while, at its peak, in bytes.
 
-    Beside the gathered momentum, the larger of two moments: projecting (the scaled momentum, five
-    k x n, one m x k) and orthonormalising (four m x k, two k x k). Without what cuBLAS and
-    cuSOLVER take, and without fall-backs.
+    Beside the gathered momentum: where m <= n four m x n and one m x m, in the update. Else the
+    larger of two moments: projecting (the scaled momentum, five k x n, one m x k) and
+    orthonormalising (four m x k, two k x k). Without what cuBLAS and cuSOLVER take, and without
+    fall-backs.
     """
+    if m <= n:
+        return FP32 * (4 * m * n + m * m)
     k = min(m, n)
     return FP32 * max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k)

@@ -134,7 +134,7 @@ def test_memory_is_bounded(start: tuple[list[str], list[float]], tmp_path: Path)
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     load, _ = start
-    flags = [*load, *TP2, "--aro-qr", "scqr"]  # no ladder, whose memory is not predicted
+    flags = [*load, *TP2]
     short, long = (train(tmp_path, 2, *flags, "--train-iters", steps) for steps in ("20", "200"))
     for few, many in zip(short, long, strict=True):
         found = many.inspected
