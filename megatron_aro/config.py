@@ -43,8 +43,8 @@ class AROConfig:
     )
     qr: Orthonormalizer = _setting(
         "scqr2",
-        "Orthonormalisation: scqr2 is two passes of shifted Cholesky QR, scqr the paper's single "
-        "pass, qr Householder.",
+        "Orthonormalisation: scqr2 is QR by Cholesky, in two passes or, for square rotations with "
+        "sinkhorn, from within the old frame; scqr is the paper's single pass, qr Householder.",
         Orthonormalizer,
     )
     orientation: Orientation = _setting(
