@@ -1,13 +1,7 @@
 """The step of the defaults (sinkhorn, aro, scqr2 or scqr; float32) in products of float16 halves.
 
-QR without squaring the condition. The paper's A = M f(X)^T with X = R^T M and f(X) = P X Q (P, Q
-diagonal, positive) is, for square R, A = R S P with S = X Q X^T symmetric. Columns may be scaled,
-so orth(A) = orth(R S). With S = L L^T it is orth(R L), since L^T is upper triangular, and with
-N = L diag(L)^-1, unit lower triangular, orth(R N). S has the condition of A, not its square, N its
-root at most, and less in practice: S is graded, as R sorts the rows of X by size, and grading
-cancels in N (on momenta of real runs cond(A) was 1e2 to 1e13 and cond(N) 1.6 to 230). One pass of
-Cholesky QR on R N finishes. Scaled to a unit diagonal, S takes a shift of 1e-6 without harm, so
-that nothing fails where A is singular; rows that count as zero leave their column of R in place.
+Square R is turned from within the old frame, orth(A) = orth(R N): `in_frame` has the derivation.
+Rows of X that count as zero leave their column of R in place.
 
 For thin R (m > n) the range of M moves, and R N would stay in the old one. There Z = P X Q^1/2 has
 the LQ factorisation Z = L V^T, and orth(A) = orth(M Q^1/2 V) for the same reason.
@@ -28,11 +22,12 @@ from megatron_aro.config import AROConfig
 from megatron_aro.kernels.cholesky import Factor, factor
 from megatron_aro.kernels.halves import Halves, add_product, gram, halves, product
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
+from megatron_aro.rotation.in_frame import SHIFT
 from megatron_aro.rotation.scaling import ZERO_COLUMN
 
-# Added to the unit diagonal of S and of the Gram matrix of the last pass, whose share it is of the
-# result's error; there it does no more than keep the factor finite.
-SHIFT, LAST_SHIFT = 1e-6, 1e-10
+# Added to the unit diagonal of the Gram matrix of the last pass, whose share it is of the result's
+# error; there it does no more than keep the factor finite.
+LAST_SHIFT = 1e-10
 # A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot. One
 # more pass mends that, unless the pivot is below the second bound.
 SMALLEST_PIVOT, HOPELESS_PIVOT = 1e-2, 1e-4

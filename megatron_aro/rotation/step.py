@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -164,11 +165,8 @@ def read_failed(attempts: Sequence[Attempt]) -> list[Climbers]:
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
     found = []
     for attempt in attempts:
-        of_batch = (
-            [] if attempt.failed_b is None else [next(flags) for _ in range(len(attempt.failed_b))]
-        )
-        rows = [i for i, level in enumerate(of_batch) if level]
-        found.append(Climbers(rows, 2 in of_batch))
+        levels = [] if attempt.failed_b is None else list(islice(flags, len(attempt.failed_b)))
+        found.append(Climbers([i for i, level in enumerate(levels) if level], 2 in levels))
     return found
 
 

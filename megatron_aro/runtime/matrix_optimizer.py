@@ -113,11 +113,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 advance_momentum(momenta, [p.grad for p in group["params"]], self.aro.momentum)
         for stepped in self._stepped():
             stepped.allocate(self._exchange.device)
-        arriving = self._gather(0)
+        held = self._held_momenta()
+        arriving = self._gather(0, held)
         for number, chunk in enumerate(self._chunks):
             arrived = arriving
             if number + 1 < len(self._chunks):
-                arriving = self._gather(number + 1)
+                arriving = self._gather(number + 1, held)
             self._side.wait(arrived)
             with self.phases("rotate"):
                 for stepped in chunk:
@@ -126,12 +127,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _finish(self) -> None:
         """The ladder, the updates and their way back, chunk by chunk, and the weights."""
         self._started = False
+        gradients = {
+            name: main.grad.view(-1) for name, main in self._main.items() if main.grad is not None
+        }
         back = None
         for number, chunk in enumerate(self._chunks):
             with self.phases("update"):
                 for stepped in chunk:
                     stepped.finish(self.aro)
-            back = self._scatter(number)
+            back = self._scatter(number, gradients)
         self._side.wait(back)
         for stepped in self._stepped():
             stepped.release()
@@ -140,20 +144,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 updates = [p.grad for p in group["params"]]
                 apply_updates(group["params"], updates, group["lr"], group["weight_decay"])
 
-    def _gather(self, chunk: int) -> Any:
-        pieces = {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
+    def _held_momenta(self) -> dict[str, Tensor]:
+        return {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
 
+    def _gather(self, chunk: int, pieces: Mapping[str, Tensor]) -> Any:
         def work() -> None:
             with self.phases("gather"):
                 self._exchange.gather(chunk, pieces, self._matrices(chunk))
 
         return self._side.run(work)
 
-    def _scatter(self, chunk: int) -> Any:
-        pieces = {
-            name: main.grad.view(-1) for name, main in self._main.items() if main.grad is not None
-        }
-
+    def _scatter(self, chunk: int, pieces: Mapping[str, Tensor]) -> Any:
         def work() -> None:
             with self.phases("return"):
                 self._exchange.scatter(chunk, self._matrices(chunk), pieces)
@@ -178,10 +179,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def align_rotations(self, sweeps: int = 3) -> None:
         """Turn the rotations as so many steps on unchanging momenta would; weights stay."""
         self.initialize_state()
+        momenta = self._held_momenta()
         for number, chunk in enumerate(self._chunks):
             for stepped in chunk:
                 stepped.allocate(self._exchange.device)
-            self._side.wait(self._gather(number))
+            self._side.wait(self._gather(number, momenta))
             for stepped in chunk:
                 for _ in range(sweeps):
                     attempt = attempt_rotation(stepped.state, self.aro)

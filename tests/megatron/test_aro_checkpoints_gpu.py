@@ -5,14 +5,11 @@ One command: ``scripts/test.sh -m gpu tests/megatron/test_aro_checkpoints_gpu.py
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torchrun
 from aro_runs import DISTRIBUTED, same
 from logical_state import logical
 from runs import TrainResult
@@ -40,24 +37,7 @@ def train(folder: Path, ranks: int, *flags: str, iteration: int = 0) -> list[Tra
     """A run under torchrun; `inspected` is the state after so many of its own iterations."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    call = folder / "call.pickle"
-    call.write_bytes(pickle.dumps(([*RUN, *flags], iteration, str(folder))))
-    paths = [str(Path(__file__).parent), *sys.path]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    child = subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", _CHILD]
-        + [str(call)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "4",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        },
-        capture_output=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr.decode()[-3000:]
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+    return torchrun.run(folder, ranks, _CHILD, ([*RUN, *flags], iteration, str(folder)))
 
 
 def state(results: list[TrainResult]) -> dict[str, torch.Tensor]:

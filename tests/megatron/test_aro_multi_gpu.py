@@ -6,14 +6,12 @@ One command: ``scripts/test.sh -m gpu tests/megatron/test_aro_multi_gpu.py``.
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchrun
 from aro_runs import DISTRIBUTED, GATED, predicted_memory
 from runs import TINY, TrainResult
 from test_aro_gpu import PLAIN
@@ -77,24 +75,7 @@ def memory(model: list, optimizer: Any) -> dict[str, int]:
 
 def train(folder: Path, ranks: int, *flags: str) -> list[TrainResult]:
     """A run of the entry under torchrun, a TrainResult per rank."""
-    call = folder / "call.pickle"
-    call.write_bytes(pickle.dumps(([*MODEL, *flags], str(folder))))
-    paths = [str(Path(__file__).parent), *sys.path]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    child = subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", _CHILD]
-        + [str(call)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "4",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        },
-        capture_output=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr.decode()[-3000:]
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+    return torchrun.run(folder, ranks, _CHILD, ([*MODEL, *flags], str(folder)))
 
 
 @pytest.fixture(scope="module")
