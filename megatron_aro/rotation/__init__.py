@@ -8,7 +8,6 @@ exact powers of two and the zero rules, ``precision`` the float32 matrix-product
 from megatron_aro.rotation.step import (
     FALLBACK_RUNGS,
     Attempt,
-    Climbers,
     MatrixBatch,
     advance_momentum,
     apply_updates,
@@ -24,7 +23,6 @@ from megatron_aro.rotation.step import (
 __all__ = [
     "FALLBACK_RUNGS",
     "Attempt",
-    "Climbers",
     "MatrixBatch",
     "advance_momentum",
     "apply_updates",

@@ -23,14 +23,14 @@ from megatron_aro.kernels.cholesky import Factor, factor
 from megatron_aro.kernels.halves import Halves, add_product, gram, halves, product
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.in_frame import SHIFT
+from megatron_aro.rotation.orthonormal import Orthonormal
 from megatron_aro.rotation.scaling import ZERO_COLUMN
 
 # Added to the unit diagonal of the Gram matrix of the last pass, whose share it is of the result's
 # error; there it does no more than keep the factor finite.
 LAST_SHIFT = 1e-10
-# A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot. One
-# more pass mends that, unless the pivot is below the second bound.
-SMALLEST_PIVOT, HOPELESS_PIVOT = 1e-2, 1e-4
+# A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot.
+SMALLEST_PIVOT = 1e-2
 # Unit round-off of hi and of hi + lo.
 ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
@@ -49,11 +49,8 @@ def covers(config: AROConfig, momentum: Tensor) -> bool:
     )
 
 
-def attempt(
-    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
-) -> tuple[Tensor, Tensor]:
-    """Steps 2 and 3: the new R, and [b], int8, how far each matrix must climb the ladder: 0 not at
-    all, 1 by `climb`, 2 perhaps to Householder.
+def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
+    """Steps 2 and 3: the new R, and which matrices must climb the ladder.
 
     ``m_bmn`` times ``scale_b`` has its largest entry in [1, 4). Where ``scale_b`` is 0 the
     momentum counts as zero, whatever it holds, and R comes back as it is, to rounding.
@@ -80,13 +77,9 @@ def attempt(
     return _last_pass(*_from_momentum(m, z, squares, scales, split))
 
 
-def climb(
-    r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig
-) -> tuple[Tensor, Tensor]:
-    """`attempt` and one more pass, which mends a last pass with a small pivot; returns alike."""
-    q, level = attempt(r_bmk, m_bmn, scale_b, config)
-    if config.qr == "scqr":
-        return q, level
+def extra_pass(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
+    """scqr2's `attempt` and one more pass, which mends a last pass with a small pivot."""
+    q, _ = attempt(r_bmk, m_bmn, scale_b, config)
     return _last_pass(*halves(q, split=True, factor=RANGE, squares="columns"))
 
 
@@ -154,17 +147,13 @@ def _from_momentum(
     return halves(q1, split=split, columns_bc=inverse, factor=64.0, squares="columns")
 
 
-def _last_pass(a: Halves, squares_bk: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cholesky QR of A: Q [b, m, k], and where it is not orthonormal, as `attempt` says it."""
+def _last_pass(a: Halves, squares_bk: Tensor | None) -> Orthonormal:
+    """Cholesky QR of A; it fails where Q is not orthonormal."""
     assert squares_bk is not None
     shift = _constant(LAST_SHIFT, squares_bk)
     result = factor(gram(a), squares_bk, shift, inverse=True)
-    return _solved(a, result, squares_bk, True), _level(result, SMALLEST_PIVOT, HOPELESS_PIVOT)
-
-
-def _level(of: Factor, good: float | Tensor, hopeful: float | Tensor) -> Tensor:
-    pivot = of.smallest_pivot_b
-    return (~(pivot > good)).to(torch.int8) + ~(pivot > hopeful)  # NaN is larger than nothing
+    failed = ~(result.smallest_pivot_b > SMALLEST_PIVOT)  # NaN is larger than nothing
+    return Orthonormal(_solved(a, result, squares_bk, True), failed)
 
 
 def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
@@ -196,7 +185,7 @@ def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
 
 def _one_pass(
     m: _Momentum, x: Tensor, scales: Scales, config: AROConfig, split: bool
-) -> tuple[Tensor, Tensor]:
+) -> Orthonormal:
     """The paper's single pass on A = M f(X)^T with the shift relative to trace(A^T A)."""
     f, _ = halves(x, split=split, rows_br=scales.p, columns_bc=scales.q)
     a = product(m.halves, f.mT)
@@ -208,7 +197,8 @@ def _one_pass(
     shift = config.scqr_eps * diagonal.sum(dim=1) * _inverse_or_zero(top)
     tops = top[:, None].expand_as(diagonal).contiguous()
     result = factor(p, tops, shift, inverse=True, unit=False)
-    return _solved(h, result, tops, True), _level(result, 0.5 * shift, 0.5 * shift)
+    failed = ~(result.smallest_pivot_b > 0.5 * shift)
+    return Orthonormal(_solved(h, result, tops, True), failed)
 
 
 @cache

@@ -61,3 +61,10 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     a *= divide_or_zero(1.0, torch.linalg.vector_norm(a, dim=1, keepdim=True))
     q, failed = cholesky_pass(a, config.scqr_eps / a.shape[2])
     return Orthonormal(q, (info != 0) | failed | ~is_orthonormal(q))
+
+
+def extra_pass(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
+    """`attempt` and one more pass, which mends a Q that is not orthonormal enough."""
+    q, _ = attempt(r_bmm, x_bmn, config)
+    q, failed = cholesky_pass(q, config.scqr_eps / q.shape[2])
+    return Orthonormal(q, failed | ~is_orthonormal(q))

@@ -29,14 +29,6 @@ class Orthonormal(NamedTuple):
     failed_b: Tensor
 
 
-class Climbed(NamedTuple):
-    """What the ladder made of elements that failed; ``extra_pass_b`` marks those of rung one."""
-
-    q_bmk: Tensor
-    extra_pass_b: Tensor
-    failed_b: Tensor
-
-
 def first_attempt(a_bmk: Tensor, config: AROConfig) -> Orthonormal:
     """The everyday answer of ``config.qr``."""
     if config.qr == "qr":
@@ -48,23 +40,16 @@ def first_attempt(a_bmk: Tensor, config: AROConfig) -> Orthonormal:
     return Orthonormal(q, failed | failed_again | ~is_orthonormal(q))
 
 
-def climb(a_bmk: Tensor, config: AROConfig) -> Climbed:
-    """The ladder, for elements whose first attempt failed.
+def extra_pass(a_bmk: Tensor, config: AROConfig) -> Orthonormal:
+    """The ladder's first rung, for elements whose first attempt by scqr2 failed.
 
-    scqr2 repeats its second pass with the shift of the first, and one more pass after it; what
-    is still not orthonormal is Householder's. A first pass that failed would fail again with the
-    same shift, so scqr goes to Householder directly. Both rungs are computed and the choice is
-    made on the device, which spares the host a second wait.
+    Its second pass again with the shift of the first, and one more pass after it.
     """
-    exact, hopeless = householder(a_bmk)
-    if config.qr != "scqr2":
-        return Climbed(exact, torch.zeros_like(hopeless), hopeless)
     q, failed = cholesky_pass(to_unit_scale(a_bmk), config.scqr_eps)
     for shift in (config.scqr_eps, config.scqr_eps / a_bmk.shape[2]):
         q, failed_again = cholesky_pass(q, shift)
         failed = failed | failed_again
-    rescued = ~failed & is_orthonormal(q)
-    return Climbed(torch.where(rescued[:, None, None], q, exact), rescued, hopeless & ~rescued)
+    return Orthonormal(q, failed | ~is_orthonormal(q))
 
 
 def cholesky_pass(a_bmk: Tensor, shift: float) -> Orthonormal:

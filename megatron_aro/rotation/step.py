@@ -13,14 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import fast, in_frame
-from megatron_aro.rotation.orthonormal import Climbed, climb, first_attempt, householder
+from megatron_aro.rotation.orthonormal import (
+    Orthonormal,
+    extra_pass,
+    first_attempt,
+    householder,
+)
 from megatron_aro.rotation.policies import target
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
 from megatron_aro.rotation.projections import project
@@ -92,8 +96,9 @@ def apply_updates(
 def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[Tensor]:
     """Steps 2 to 5 for all batches: new rotations (and second moments) in place, updates returned.
 
-    The host waits for the device at most once, for all batches together: every first attempt at
-    a rotation is enqueued, then one read tells which matrices must climb the fall-back ladder.
+    The host waits for the device once, for all batches together: every first attempt at a
+    rotation is enqueued, then one read tells which matrices must climb the fall-back ladder. Where
+    some must, it waits once more for their batch before Householder is asked for any.
     A matrix whose momentum is zero or not finite gets U = 0 and keeps its rotation bit for bit;
     one that is not finite keeps its second moment too. No element can disturb another.
 
@@ -110,10 +115,10 @@ def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[T
         ValueError: a tensor has the wrong dtype or shape, or a second moment is missing.
     """
     attempts = [attempt_rotation(batch, config) for batch in batches]
-    climbers = read_failed(attempts)
+    failed = read_failed(attempts)
     return [
         finish_update(batch, attempt, rows, config)
-        for batch, attempt, rows in zip(batches, attempts, climbers, strict=True)
+        for batch, attempt, rows in zip(batches, attempts, failed, strict=True)
     ]
 
 
@@ -123,8 +128,7 @@ class Attempt:
 
     frame: _Frame
     failed_b: Tensor | None
-    """int8: where not 0, matrices that must climb the ladder and still have their old rotation, and
-    2 where they may need its last rung; None for nobody."""
+    """Matrices that must climb the ladder and still have their old rotation; None for nobody."""
 
 
 @torch.no_grad()
@@ -143,7 +147,7 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
             )
         else:
             q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
-    failed_b = failed_b.to(torch.int8) * frame.active.flatten()
+    failed_b = failed_b & frame.active.flatten()
     _keep_or_replace(batch, frame, q, failed_b)
     batch.fallbacks[:, 0] += frame.active.flatten()
     if config.qr == "qr":  # which has no ladder
@@ -152,32 +156,27 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     return Attempt(frame, failed_b)
 
 
-class Climbers(NamedTuple):
-    """Matrices of a batch that climb the ladder, and whether any of them may need Householder."""
-
-    rows: list[int]
-    to_the_end: bool
-
-
-def read_failed(attempts: Sequence[Attempt]) -> list[Climbers]:
+def read_failed(attempts: Sequence[Attempt]) -> list[list[int]]:
     """Which matrices of each batch must climb the ladder; waits for the device, once."""
     waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
     found = []
     for attempt in attempts:
-        levels = [] if attempt.failed_b is None else list(islice(flags, len(attempt.failed_b)))
-        found.append(Climbers([i for i, level in enumerate(levels) if level], 2 in levels))
+        failed = [] if attempt.failed_b is None else islice(flags, len(attempt.failed_b))
+        found.append([i for i, bad in enumerate(failed) if bad])
     return found
 
 
 @torch.no_grad()
 def finish_update(
-    batch: MatrixBatch, attempt: Attempt, climbers: Climbers, config: AROConfig
+    batch: MatrixBatch, attempt: Attempt, failed: list[int], config: AROConfig
 ) -> Tensor:
     """The ladder for the matrices that `read_failed` named, then steps 4 and 5; U [b, m, n]."""
     with _own_precision(batch):
-        if climbers.rows:
-            _climb(batch, attempt.frame, climbers, config)
+        if failed and config.qr == "scqr2":
+            failed = _climb(batch, attempt.frame, failed, config)
+        if failed:
+            _to_the_end(batch, attempt.frame, failed, config)
         if fast.covers(config, batch.momentum):
             return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
@@ -221,28 +220,40 @@ class _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])
 
 
-def _climb(batch: MatrixBatch, frame: _Frame, climbers: Climbers, config: AROConfig) -> None:
-    # Not a blocking copy: a small one is staged before the call returns.
-    index = torch.tensor(climbers.rows).to(batch.rotation.device, non_blocking=True)
+def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> list[int]:
+    """One more pass for these matrices; which of them need more. Waits for the device."""
+    index = _indices(rows, batch)
     part, frame = _select(batch, index), frame[index]
-    if fast.covers(config, part.momentum):
-        rescue = _climb_fast(part, frame, climbers.to_the_end, config)
-    else:
-        rescue = climb(_look_ahead(part, frame, config), config)
-    _keep_or_replace(part, frame, rescue.q_bmk, rescue.failed_b)
+    q, failed_b = _extra_pass(part, frame, config)
+    _keep_or_replace(part, frame, q, failed_b)
     batch.rotation[index] = part.rotation
-    counts = (rescue.extra_pass_b, ~rescue.extra_pass_b, rescue.failed_b)
-    batch.fallbacks[index, 1:] += torch.stack(counts, dim=1).long()
+    batch.fallbacks[index, 1] += (~failed_b).long()
+    return [row for row, failed in zip(rows, failed_b.tolist(), strict=True) if failed]
 
 
-def _climb_fast(batch: MatrixBatch, frame: _Frame, to_the_end: bool, config: AROConfig) -> Climbed:
-    """As `climb`: where the end may be needed both rungs are computed, and the device chooses."""
-    q, level = fast.climb(batch.rotation, batch.momentum, frame.factor, config)
-    failed = level > 0
-    if not to_the_end:
-        return Climbed(q, ~failed, failed)
-    exact, hopeless = householder(_look_ahead(batch, frame, config))
-    return Climbed(torch.where(failed[:, None, None], exact, q), ~failed, hopeless & failed)
+def _extra_pass(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonormal:
+    r = part.rotation
+    if fast.covers(config, part.momentum):
+        return fast.extra_pass(r, part.momentum, frame.factor, config)
+    if in_frame.covers(config, r):
+        return in_frame.extra_pass(r, _into_frame(r, frame.momentum(part), config), config)
+    return extra_pass(_look_ahead(part, frame, config), config)
+
+
+def _to_the_end(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
+    """Householder's answer for these matrices."""
+    index = _indices(rows, batch)
+    part, frame = _select(batch, index), frame[index]
+    q, failed_b = householder(_look_ahead(part, frame, config))
+    _keep_or_replace(part, frame, q, failed_b)
+    batch.rotation[index] = part.rotation
+    batch.fallbacks[index, 2] += 1
+    batch.fallbacks[index, 3] += failed_b.long()
+
+
+def _indices(rows: list[int], batch: MatrixBatch) -> Tensor:
+    # Not a blocking copy: a small one is staged before the call returns.
+    return torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
 
 
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:

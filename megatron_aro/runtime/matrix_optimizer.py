@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
-    Climbers,
     MatrixBatch,
     advance_momentum,
     apply_updates,
@@ -83,7 +82,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step, in two halves with the step's one wait for the device between them.
+        """One step, in two halves with the wait for the device between them.
 
         The optimizers in `together` do the first half together, so that they wait but once. The
         main parameters' gradients are used up: their memory takes the updates.
@@ -96,7 +95,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             failed = iter(read_failed([x.attempt for o in self.together for x in o._stepped()]))
             for optimizer in self.together:
                 for stepped in optimizer._stepped():
-                    stepped.climbers = next(failed)
+                    stepped.failed = next(failed)
         self._finish()
 
     def _stepped(self) -> list[_Stepped]:
@@ -242,7 +241,7 @@ class _Stepped:
     """A batch, what is kept for it from step to step, and where it is in the current one."""
 
     attempt: Any = None
-    climbers: Climbers
+    failed: list[int]
 
     def __init__(self, batch: Batch, state: MatrixBatch):
         self.batch, self.state = batch, state
@@ -255,7 +254,7 @@ class _Stepped:
 
     def finish(self, aro: AROConfig) -> None:
         """The updates, in place of the momenta."""
-        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.climbers, aro))
+        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.failed, aro))
         self.attempt = None
 
     def release(self) -> None:
