@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,16 @@ _stragglers = StragglerDetector()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags (by default the command line's) say; returns the exit code."""
-    return launch.reported(functools.partial(_train, sys.argv[1:] if argv is None else argv))
+
+    def run() -> None:
+        train(sys.argv[1:] if argv is None else argv)
+        torch.distributed.destroy_process_group()
+
+    return launch.reported(run)
 
 
-def _train(argv: Sequence[str]) -> None:
+def train(argv: Sequence[str], forward: Callable[..., Any] | None = None) -> None:
+    """Train as the flags say, with `forward_step` or something around it; the world stays."""
     sys.argv[1:] = launch.prepare(argv)  # where Megatron reads them
     args = megatron_arguments.parse_and_validate_args(
         extra_args_provider=_complain_in_one_sentence,
@@ -70,11 +76,10 @@ def _train(argv: Sequence[str]) -> None:
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         datasets,
         ModelType.encoder_or_decoder,
-        forward_step,
+        forward or forward_step,
         get_embedding_ranks=embedding_ranks,
         store=torch.distributed.HashStore() if alone else None,
     )
-    torch.distributed.destroy_process_group()
 
 
 def _complain_in_one_sentence(parser: Any) -> Any:

@@ -12,8 +12,8 @@ from megatron_aro.cli.main import main
 def figures(row: str) -> bench.Figures:
     return bench.Figures(
         row=row,
-        muon=2.0,
-        aro={"scqr2": 3.0, "scqr": 1.0},
+        device={"muon": 2.0, "scqr2": 3.0, "scqr": 1.0},
+        called={"muon": 2.5, "scqr2": 5.0, "scqr": 4.0},
         floor=1.5,
         workspace_mib=1234,
         syncs=1,
@@ -25,7 +25,7 @@ def figures(row: str) -> bench.Figures:
 
 def report(path, card: str):
     path.write_text(
-        json.dumps({"card": card, "date": "2026-11-28", "rows": [asdict(figures("r"))]})
+        json.dumps({"card": card, "gpus": 1, "date": "2026-11-28", "rows": [asdict(figures("r"))]})
     )
     return str(path)
 
@@ -35,8 +35,8 @@ def test_table():
     line = bench.table([figures("1 x 8x8")]).splitlines()[-1]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
-        *("1 x 8x8", "2.00", "3.00", "1.50", "1.00", "0.50", "50%"),
-        *("1,234", "1", "2e-07", "3e-06", "1"),
+        *("1 x 8x8", "2.00", "3.00", "1.50", "1.00", "0.50", "2.50, 5.00"),
+        *("50%", "1,234", "1", "2e-07", "3e-06", "1"),
     ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_compares_one_card_only(tmp_path, capsys):
     assert capsys.readouterr().out.count("| r |") == 2
     other = report(tmp_path / "c.json", "H200")
     assert main(["bench", "--compare", a, other]) == 2
-    assert "H100 and H200" in capsys.readouterr().err
+    assert "1 x H100 and 1 x H200" in capsys.readouterr().err
 
 
 def test_needs_a_gpu(capsys, monkeypatch):

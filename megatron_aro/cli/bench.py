@@ -1,7 +1,9 @@
-"""Time one ARO step of matrices against Muon's on this GPU, and measure what it loses in accuracy.
+"""Time ARO against Muon on this machine: its step of matrices, or whole iterations of a training.
 
-Everything is timed in one process, the variants in turns, and the medians are compared: figures of
-different runs or cards say nothing about each other.
+Steps are timed in one process, the variants in turns, and the medians are compared: figures of
+different runs or cards say nothing about each other. Times are of the device: each variant is a
+CUDA graph, so that what the host takes to launch it is left out. Beside it stands the time from
+call to end on this host, whose wait for the device is in it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from megatron_aro.cli import iterations
 from megatron_aro.config import AROConfig, Precision
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
     MatrixBatch,
+    attempt_rotation,
     compute_updates,
+    finish_update,
     initial_rotation,
 )
 from megatron_aro.version import __version__
@@ -52,9 +57,10 @@ class Figures:
     """One row of the table. Times in ms; errors are the largest over the kinds of momenta."""
 
     row: str
-    muon: float
-    aro: dict[str, float]
-    """By "<qr>": the whole step."""
+    device: dict[str, float]
+    """"muon", the faster of a call for each matrix and one for the batch, "scqr2" and "scqr"."""
+    called: dict[str, float]
+    """The same with the launches of this host."""
     floor: float
     """Arithmetic at the rate of a float16 product, plus bytes at copy speed, both measured."""
     workspace_mib: int
@@ -102,6 +108,18 @@ def muon(groups: list[Tensor], batched: bool) -> None:
                 newton_schulz(x, STEPS)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def graphs(variants: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """Replays of the variants as CUDA graphs, which take turns with one pool of memory."""
+    replays: dict[str, Callable[[], Any]] = {}
+    pool = torch.cuda.graph_pool_handle()
+    for name, run in variants.items():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        replays[name] = graph.replay
+    return replays
 
 
 def milliseconds(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -191,9 +209,12 @@ def _speed(row: str, configs: dict[str, AROConfig], repeats: int, least: float) 
     variants: dict[str, Callable[[], Any]] = {
         qr: partial(compute_updates, batches, config) for qr, config in configs.items()
     }
-    variants["muon"] = partial(muon, groups, batched=False)
     variants["muon, batched"] = partial(muon, groups, batched=True)
-    time = milliseconds(variants, repeats)
+    if max(map(len, groups)) <= 64:
+        variants["muon, each"] = partial(muon, groups, batched=False)
+    called = _fastest(milliseconds(variants, repeats))
+    on_device = {qr: partial(_launch, batches, config) for qr, config in configs.items()}
+    device = _fastest(milliseconds(graphs(variants | on_device), repeats))
     for batch in batches:
         batch.fallbacks.zero_()
     torch.cuda.reset_peak_memory_stats()
@@ -203,8 +224,8 @@ def _speed(row: str, configs: dict[str, AROConfig], repeats: int, least: float) 
     counts = torch.stack([batch.fallbacks.sum(dim=0) for batch in batches]).sum(dim=0).tolist()
     return Figures(
         row=row,
-        muon=min(time["muon"], time["muon, batched"]),
-        aro={qr: time[qr] for qr in configs},
+        device=device,
+        called=called,
         floor=least,
         workspace_mib=workspace >> 20,
         syncs=syncs(variants["scqr2"]),
@@ -214,19 +235,31 @@ def _speed(row: str, configs: dict[str, AROConfig], repeats: int, least: float) 
     )
 
 
+def _launch(batches: list[MatrixBatch], config: AROConfig) -> None:
+    """`compute_updates` as far as the device sees it, where nothing climbs the ladder."""
+    for batch, attempt in [(batch, attempt_rotation(batch, config)) for batch in batches]:
+        finish_update(batch, attempt, [], config)
+
+
+def _fastest(time: dict[str, float]) -> dict[str, float]:
+    muon = min(ms for name, ms in time.items() if name.startswith("muon"))
+    return {"muon": muon, "scqr2": time["scqr2"], "scqr": time["scqr"]}
+
+
 def table(figures: list[Figures]) -> str:
     """The figures as Markdown."""
     lines = [
-        "| matrices | Muon, ms | scqr2, ms | / Muon | scqr, ms | / Muon | floor / scqr2 | "
-        "workspace, MiB | syncs | 1 - cos | Q^T Q - I | fall-backs |",
-        "|---|" + "---|" * 11,
+        "| matrices | Muon, ms | scqr2, ms | / Muon | scqr, ms | / Muon | called: Muon, scqr2 | "
+        "floor / scqr2 | workspace, MiB | syncs | 1 - cos | Q^T Q - I | fall-backs |",
+        "|---|" + "---|" * 12,
     ]
     for f in figures:
-        two, one = f.aro["scqr2"], f.aro["scqr"]
+        muon, two, one = f.device["muon"], f.device["scqr2"], f.device["scqr"]
         taken = sum(count for name, count in f.fallbacks.items() if name != FALLBACK_RUNGS[0])
         lines.append(
-            f"| {f.row} | {f.muon:.2f} | {two:.2f} | {two / f.muon:.2f} | {one:.2f} | "
-            f"{one / f.muon:.2f} | {f.floor / two:.0%} | {f.workspace_mib:,} | {f.syncs} | "
+            f"| {f.row} | {muon:.2f} | {two:.2f} | {two / muon:.2f} | {one:.2f} | "
+            f"{one / muon:.2f} | {f.called['muon']:.2f}, {f.called['scqr2']:.2f} | "
+            f"{f.floor / two:.0%} | {f.workspace_mib:,} | {f.syncs} | "
             f"{f.angle:.0e} | {f.orthonormality:.0e} | {taken} |"
         )
     return "\n".join(lines)
@@ -236,22 +269,36 @@ def compare(paths: list[Path]) -> str:
     """Two tables of one card, one after the other.
 
     Raises:
-        ValueError: the files are of different cards.
+        ValueError: the files are of different cards, or numbers of them.
     """
     reports = [json.loads(path.read_text()) for path in paths]
-    cards = sorted({report["card"] for report in reports})
+    cards = sorted({f"{report['gpus']} x {report['card']}" for report in reports})
     if len(cards) > 1:
         raise ValueError(f"figures of different cards cannot be compared: {' and '.join(cards)}.")
     return "\n\n".join(
-        f"{path}, {report['date']}\n\n{table([Figures(**row) for row in report['rows']])}"
+        f"{path}, {report['date']}\n\n{_table_of(report)}"
         for path, report in zip(paths, reports, strict=True)
     )
+
+
+def _table_of(report: dict[str, Any]) -> str:
+    if "flags" in report:
+        return iterations.table([iterations.Iterations(**row) for row in report["rows"]])
+    return table([Figures(**row) for row in report["rows"]])
 
 
 def run(args: argparse.Namespace) -> None:
     if args.compare:
         print(compare(args.compare))
         return
+    if args.iteration:
+        report = _describe(args, args.gpus)
+        aro = ["--aro-precision", args.precision]
+        rows = iterations.measure(args.flags, args.gpus, args.repeats, args.rounds, aro)
+        _publish(report | {"flags": args.flags}, iterations.table(rows), rows, args.json)
+        return
+    if args.flags:
+        raise ValueError("Megatron's flags are for --iteration.")
     if not torch.cuda.is_available():
         raise ValueError("bench measures a GPU, and there is none: run it on the training machine.")
     unknown = [row for row in args.rows if row not in ROWS]
@@ -263,8 +310,15 @@ def run(args: argparse.Namespace) -> None:
         figures.append(measure(row, args.precision, args.repeats, ceiling))
         torch.cuda.empty_cache()
         print(table(figures).splitlines()[-1], flush=True)
-    report = {
-        "card": torch.cuda.get_device_name(),
+    report = _describe(args, 1)
+    report |= {"product_tflops": ceiling[0] / 1e12, "copy_tbs": ceiling[1] / 1e12}
+    _publish(report, table(figures), figures, args.json)
+
+
+def _describe(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    return {
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "gpus": gpus,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {
             "megatron-aro": __version__,
@@ -273,24 +327,37 @@ def run(args: argparse.Namespace) -> None:
             "python": platform.python_version(),
         },
         "precision": args.precision,
-        "product_tflops": ceiling[0] / 1e12,
-        "copy_tbs": ceiling[1] / 1e12,
-        "rows": [asdict(f) for f in figures],
     }
-    print(f"\n{report['card']}, precision {args.precision}\n\n{table(figures)}")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _publish(report: dict[str, Any], text: str, rows: list[Any], path: Path | None) -> None:
+    print(f"\n{report['gpus']} x {report['card']}, precision {report['precision']}\n\n{text}")
+    if path:
+        report["rows"] = [asdict(row) for row in rows]
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "bench", help="time a step against Muon's on this GPU", description=__doc__.split("\n")[0]
+        "bench",
+        help="time steps, or whole iterations, against Muon's on this machine",
+        description=__doc__.split("\n")[0],
+    )
+    parser.add_argument(
+        "--iteration",
+        action="store_true",
+        help="train with AdamW, Muon and ARO in turns, with Megatron's flags from after --",
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="for --iteration: how many")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="for --iteration: how often each has its turn"
     )
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help="rows of the table")
     parser.add_argument("--precision", choices=get_args(Precision), default=AROConfig().precision)
-    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each variant")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs or iterations")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="JSON", help="print two earlier files of one card"
     )
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="for --iteration: Megatron's")
     parser.set_defaults(run=run)

@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "Muon": [
         *("--optimizer", "muon", "--muon-momentum", "0.95"),
         *("--muon-scale-mode", "spectral", "--muon-extra-scale-factor", "0.2"),
+        *("--muon-tp-mode", "duplicated"),  # whole matrices, not each shard for itself
     ],
     "ARO": ["--optimizer", "aro"],
 }
