@@ -84,6 +84,12 @@ class AROConfig:
         ParamLayout,
     )
 
+    monitor_interval: int = _setting(
+        0,
+        "Iterations between two readings of the optimizer's health, which go to the log, "
+        "TensorBoard and W&B (docs/monitoring.md); 0 for none (Megatron only).",
+    )
+
     def __post_init__(self) -> None:
         for name in ("momentum", "beta2"):
             self._require(name, lambda v: 0.0 <= v < 1.0, "must be at least 0 and below 1")
@@ -91,6 +97,9 @@ class AROConfig:
             self._require(name, lambda v: 0.0 < v < math.inf, "must be positive and finite")
         for name in ("sinkhorn_iters", "workspace_mib"):
             self._require(name, lambda v: isinstance(v, int) and v >= 1, "must be an integer >= 1")
+        self._require(
+            "monitor_interval", lambda v: isinstance(v, int) and v >= 0, "must be an integer >= 0"
+        )
         for f in settings():
             choices = f.metadata["choices"]
             if choices:

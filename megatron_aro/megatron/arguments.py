@@ -59,5 +59,10 @@ def ineffective_flags(args: argparse.Namespace) -> list[str]:
     """ARO flags that were changed although another optimizer is chosen."""
     if args.optimizer == NAME:
         return []
-    changed = [f.name for f in settings() if getattr(args, f"aro_{f.name}") != f.default]
+    changed = [
+        f.name
+        for f in settings()
+        # Logging is set alike for runs that are compared.
+        if f.name != "monitor_interval" and getattr(args, f"aro_{f.name}") != f.default
+    ]
     return [flag(n) for n in (*changed, *(n for n in INIT if getattr(args, f"aro_{n}")))]

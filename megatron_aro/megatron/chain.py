@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_aro.megatron import checkpoint
+from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.report import report_fallbacks, report_phases
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 
@@ -36,6 +37,7 @@ class AROChainedOptimizer(ChainedOptimizer):
         self._gradients_finite = True
         self._source: checkpoint.Source | None = None  # of the checkpoint that is being loaded
         self._steps = 0
+        self.monitor: Monitor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return checkpoint.plain_state(self.chained_optimizers)
@@ -74,8 +76,12 @@ class AROChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         if not self._gradients_finite:
             return False
-        success = super().step_with_ready_grads()
         self._steps += 1
+        if self.monitor is not None:
+            self.monitor.before_step(self._steps)
+        success = super().step_with_ready_grads()
+        if self.monitor is not None:
+            self.monitor.after_step()
         interval = getattr(self.config, "report_interval", None)
         if interval and self._steps % interval == 0:
             report_fallbacks(self.matrices, interval)

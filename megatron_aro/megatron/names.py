@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)")
+_NUMBERS = re.compile(r"^decoder\.layers\.\d+\.|\.local_experts\.\d+|\.weight\d*|#expert\d+")
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
 
 
@@ -18,6 +19,15 @@ def canonical_name(name: str) -> str:
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
+
+
+def group_name(matrix: str) -> str:
+    """What the matrices alike of all layers and experts are called, by one's global name.
+
+    ``self_attention.linear_qkv.q`` for ``decoder.layers.3.self_attention.linear_qkv.weight#q``:
+    with signs that TensorBoard takes.
+    """
+    return re.sub(r"(?<=\.)\d+\.", "", _NUMBERS.sub("", matrix)).replace("#", ".")
 
 
 def trainable_parameters(

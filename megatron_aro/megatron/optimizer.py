@@ -39,11 +39,9 @@ from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.chain import AROChainedOptimizer
 from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
+from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.names import canonical_name, trainable_parameters
-from megatron_aro.megatron.report import (
-    print_padding,
-    print_placements,
-)
+from megatron_aro.megatron.report import print_padding, print_placements, whole_model
 from megatron_aro.megatron.wrappers import (
     ARODistributedOptimizer,
     LoadableDistributedOptimizer,
@@ -148,10 +146,16 @@ def get_aro_optimizer(
     loads: dict[int, float] = {}
     for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
         _bind(of_aro[is_expert], placements[is_expert], grids[is_expert], loads)
-    print_placements([placement for of_grid in placements.values() for _, placement in of_grid])
+    everywhere = whole_model([x for of_grid in placements.values() for _, x in of_grid])
+    print_placements(everywhere)
     if aro.param_layout == "whole":
         print_padding(*param_layout.elements(model_chunks))
-    return AROChainedOptimizer(wrapped)
+    chain = AROChainedOptimizer(wrapped)
+    if aro.monitor_interval:
+        names = [matrix.name for placement in everywhere for matrix in placement.matrices]
+        device = next(model_chunks[0].parameters()).device
+        chain.monitor = Monitor(chain.matrices, names, aro.monitor_interval, device)
+    return chain
 
 
 Placed = list[tuple[torch.nn.Parameter, Placement]]

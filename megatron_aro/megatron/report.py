@@ -36,8 +36,8 @@ def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
     return [_HEADER, *((row[0], str(count), *row[1:]) for row, count in counts.items())]
 
 
-def print_placements(placements: Sequence[Placement]) -> None:
-    """Print on rank 0 which optimizer each parameter has, and why where the table is silent.
+def whole_model(placements: Sequence[Placement]) -> list[Placement]:
+    """The placements of the whole model on every rank, from those of this rank's parameters.
 
     Pipeline stages and expert-parallel ranks have parameters of their own: a collective over these
     groups brings them together.
@@ -49,6 +49,11 @@ def print_placements(placements: Sequence[Placement]) -> None:
         everyone: list[Sequence[Placement]] = [()] * dist.get_world_size(group)
         dist.all_gather_object(everyone, placements, group=group)
         placements = list({x.name: x for held in everyone for x in held}.values())
+    return list(placements)
+
+
+def print_placements(placements: Sequence[Placement]) -> None:
+    """Print on rank 0 which optimizer each parameter has, and why where the table is silent."""
     if dist.get_rank() != 0:
         return
     table = placement_table(placements)
@@ -105,9 +110,8 @@ def report_phases(optimizers: Sequence[MatrixOptimizer]) -> None:
     """Print how long the phases of rank 0's last step took."""
     if dist.get_rank() != 0:
         return
-    times: Counter[str] = Counter()
-    for optimizer in optimizers:
-        times.update(optimizer.phases.milliseconds())
+    first, *others = (optimizer.phases for optimizer in optimizers)
+    times = first.milliseconds(*others)
     if times:
         phases = ", ".join(f"{name} {times[name]:.2f}" for name in times if name != "all")
         print(f"> ARO: rank 0's last step took {times['all']:.2f} ms: {phases}", flush=True)

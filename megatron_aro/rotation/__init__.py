@@ -2,9 +2,11 @@
 
 ``step`` is the entry (the spec's steps 1 to 6); ``policies`` chooses the frame, ``projections``
 holds the base optimizers f, ``orthonormal`` the QR with its fall-back ladder, ``scaling`` the
-exact powers of two and the zero rules, ``precision`` the float32 matrix-product setting.
+exact powers of two and the zero rules, ``precision`` the float32 matrix-product setting,
+``monitor`` what is measured of a step.
 """
 
+from megatron_aro.rotation.monitor import MEASURES, measure_after, measure_before
 from megatron_aro.rotation.step import (
     FALLBACK_RUNGS,
     Attempt,
@@ -22,6 +24,7 @@ from megatron_aro.rotation.step import (
 
 __all__ = [
     "FALLBACK_RUNGS",
+    "MEASURES",
     "Attempt",
     "MatrixBatch",
     "advance_momentum",
@@ -30,6 +33,8 @@ __all__ = [
     "compute_updates",
     "finish_update",
     "initial_rotation",
+    "measure_after",
+    "measure_before",
     "new_fallback_counts",
     "read_failed",
     "second_moment_shape",

@@ -6,7 +6,7 @@ distributed optimizer cuts them); in between, an exchange makes whole matrices f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
+    MEASURES,
     MatrixBatch,
     advance_momentum,
     apply_updates,
     attempt_rotation,
     finish_update,
     initial_rotation,
+    measure_after,
+    measure_before,
     new_fallback_counts,
     read_failed,
     second_moment_shape,
@@ -47,6 +50,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(param_groups, {"lr": lr, "weight_decay": weight_decay})
         self.aro = aro
         self.reported: dict[str, int] = {}  # fall-backs that a report has named already
+        self.measuring = False  # whether the next step is measured, see `measures`
 
     def bind(self, exchange: Exchange, main_parameters: Mapping[str, Tensor]) -> None:
         """Say what this rank owns, and what it holds.
@@ -119,6 +123,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if number + 1 < len(self._chunks):
                 arriving = self._gather(number + 1, held)
             self._side.wait(arrived)
+            if self.measuring:
+                with self.phases("measure"):
+                    for stepped in chunk:
+                        before = measure_before(stepped.state, stepped.sample, self.aro)
+                        stepped.measures = before
             with self.phases("rotate"):
                 for stepped in chunk:
                     stepped.attempt = attempt_rotation(stepped.state, self.aro)
@@ -229,6 +238,36 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for name, tensor in own.items():
             tensor.copy_(loaded[name])
         self.reported = self.fallback_counts()
+        for stepped in self._stepped():
+            stepped.counted.copy_(stepped.state.fallbacks)
+
+    def owned(self) -> list[str]:
+        """The names of the matrices that this rank steps."""
+        sharded = self._exchange.plan.sharded
+        return [sharded[i].matrix.name for x in self._stepped() for i in x.batch.members]
+
+    def watch(self, sample: Collection[str]) -> None:
+        """Name the matrices whose rotations a measured step measures too, which is dear."""
+        names = iter(self.owned())
+        for stepped in self._stepped():
+            stepped.sample = [i for i in range(len(stepped.batch.members)) if next(names) in sample]
+
+    def measures(self) -> Tensor:
+        """What a step with `measuring` set has measured, on the device, in float64.
+
+        Returns:
+            for each matrix of `owned` MEASURES, NaN where there are none, and FALLBACK_RUNGS
+            counted since the last call or loading.
+        """
+        columns, device = len(MEASURES) + len(FALLBACK_RUNGS), self._exchange.device
+        rows = [torch.empty(0, columns, dtype=torch.float64, device=device)]
+        for stepped in self._stepped():
+            counts = stepped.state.fallbacks - stepped.counted
+            stepped.counted.copy_(stepped.state.fallbacks)
+            assert stepped.measures is not None, "measures() after a step without measuring"
+            rows.append(torch.cat([stepped.measures.double(), counts.double()], dim=1))
+            stepped.measures = None
+        return torch.cat(rows)
 
     def fallback_counts(self) -> dict[str, int]:
         """Rungs of orthonormalisation climbed so far, by name. Syncs with the device."""
@@ -242,9 +281,12 @@ class _Stepped:
 
     attempt: Any = None
     failed: list[int]
+    sample: Sequence[int] = ()  # of the batch, see `MatrixOptimizer.watch`
+    measures: Tensor | None = None  # of a step that is being measured
 
     def __init__(self, batch: Batch, state: MatrixBatch):
         self.batch, self.state = batch, state
+        self.counted = state.fallbacks.clone()  # as of the last `MatrixOptimizer.measures`
 
     def allocate(self, device: torch.device) -> None:
         """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
@@ -254,7 +296,10 @@ class _Stepped:
 
     def finish(self, aro: AROConfig) -> None:
         """The updates, in place of the momenta."""
-        self.state.momentum.copy_(finish_update(self.state, self.attempt, self.failed, aro))
+        update = finish_update(self.state, self.attempt, self.failed, aro)
+        if self.measures is not None:
+            measure_after(self.measures, self.state, update, self.sample)
+        self.state.momentum.copy_(update)
         self.attempt = None
 
     def release(self) -> None:

@@ -34,20 +34,25 @@ class Phases:
         if self._cuda:
             torch.cuda.nvtx.range_pop()
 
-    def milliseconds(self) -> dict[str, float]:
+    def milliseconds(self, *others: Phases) -> dict[str, float]:
         """Of each phase, summed over chunks, and ``all`` from the first start to the last end.
 
-        Phases that overlap add up to more than ``all``. Waits for the device.
+        Phases that overlap add up to more than ``all``. Waits for the device, unless the step is
+        long over.
+
+        Args:
+            others: those of optimizers that step together with this one's, and start after it.
         """
-        if not self._spans:
+        spans = [span for phases in (self, *others) for span in phases._spans]
+        if not spans:
             return {}
-        if self._cuda:
-            torch.cuda.synchronize()
         times: dict[str, float] = {}
-        first = self._spans[0][1]
-        for name, start, end in self._spans:
+        first = spans[0][1]
+        for name, start, end in spans:
+            if not isinstance(end, float):
+                end.synchronize()
             times[name] = times.get(name, 0.0) + _between(start, end)
-        return {**times, "all": max(_between(first, end) for _, _, end in self._spans)}
+        return {**times, "all": max(_between(first, end) for _, _, end in spans)}
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
