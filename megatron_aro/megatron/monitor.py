@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +23,8 @@ from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 
 _COLUMNS = (*MEASURES, *FALLBACK_RUNGS)
 _PHASES = ("momentum", "gather", "rotate", "update", "return", "weights")
-# Of each rank, in ms: the phases, the step from start to end, the iteration; and the share of it.
+# Of each rank, in ms: the phases, the step from start to end, the iteration that it ended, and the
+# step's share of that.
 _TIMES = (*_PHASES, "step", "iteration", "share")
 
 # Heading in the log, name of the scalar, how the log prints it.
@@ -67,7 +68,7 @@ class Monitor:
         self._owned = torch.tensor(owned, dtype=torch.int64, device=device)
         self._due, self._iteration = False, 0
         self._times: list[float] = []
-        self._ends: list[float] = []  # of the steps since the last reading, in s
+        self._ends: deque[float] = deque(maxlen=2)  # of the last two steps, in s
 
     def before_step(self, count: int) -> None:
         """Decide whether the step that follows is measured, the same on all ranks.
@@ -89,7 +90,6 @@ class Monitor:
         self._ends.append(time.perf_counter())
         if not self._due:
             return
-        del self._ends[:-2]
         readings = self._gathered()
         if dist.get_rank() == dist.get_world_size() - 1:
             split = len(self._names) * len(_COLUMNS)
@@ -105,9 +105,7 @@ class Monitor:
         """_TIMES of this rank, NaN where unknown, as before the first step."""
         first, *others = (of.phases for of in self._matrices)
         found = first.milliseconds(*others)
-        pairs = zip(self._ends, self._ends[1:], strict=False)
-        # The median: evaluations and checkpoints lie between some steps.
-        iteration = statistics.median([1e3 * (b - a) for a, b in pairs] or [math.nan])
+        iteration = 1e3 * (self._ends[1] - self._ends[0]) if len(self._ends) == 2 else math.nan
         step = found.get("all", math.nan)
         return [
             *(found.get(phase, math.nan) for phase in _PHASES),

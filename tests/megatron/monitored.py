@@ -1,4 +1,4 @@
-"""Runs with the monitor on, and what its writers were given; functions here run in a pool's ranks."""
+"""Runs with the monitor on, and what its writers were given; functions that run in a pool."""
 
 from __future__ import annotations
 
@@ -66,6 +66,12 @@ def train_read(argv: list[str], folder: str) -> dict[str, Any]:
     }
 
 
+def given(name: str, shape: tuple[int, int], step: int) -> torch.Tensor:
+    """A matrix's gradient of a step, counted from 1, as stored."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def train_on_given_gradients(argv: list[str], folder: str) -> dict[str, Any]:
     """`train_read`, one matrix at a time, on gradients that depend on name and step alone.
 
@@ -83,10 +89,7 @@ def train_on_given_gradients(argv: list[str], folder: str) -> dict[str, Any]:
         exchange = self._exchange
         for sharded in exchange.plan.sharded:
             matrix, part = sharded.matrix, sharded.parts[exchange.t]
-            seed = zlib.crc32(f"{matrix.name} {steps[id(self)]}".encode())
-            gradient = torch.randn(
-                matrix.rows, matrix.columns, generator=torch.Generator().manual_seed(seed)
-            )
+            gradient = given(matrix.name, (matrix.rows, matrix.columns), steps[id(self)])
             flat = gradient[slice(*part.rows), slice(*part.columns)].flatten()
             for first, start, length in sharded.segments(exchange.t, exchange.d):
                 piece = self._main[matrix.parameter].grad.view(-1)

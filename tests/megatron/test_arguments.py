@@ -44,6 +44,7 @@ def test_every_setting_has_a_flag_that_reaches_it(parse):
         "sinkhorn_iters": 3,
         "scqr_eps": 1e-6,
         "workspace_mib": 64,
+        "monitor_interval": 100,
     }
     for f in settings():
         choices = f.metadata["choices"]
@@ -112,11 +113,18 @@ def test_settings_without_effect_are_named(parse):
         parse("--aro-qr", "qr", optimizer="adam")
 
 
+def test_compared_runs_may_share_the_monitors_flag(parse, recwarn):
+    """configs/logging.yaml has it for every optimizer, and there is nothing to warn of."""
+    parse("--aro-monitor-interval", "100", optimizer="adam")
+    assert not [w for w in recwarn if "has no effect" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ("--aro-momentum", "1"),
         ("--aro-momentum", "nan"),
+        ("--aro-monitor-interval", "-1"),
         ("--aro-update-rms", "-0.2"),
         ("--aro-sinkhorn-iters", "0"),
         ("--aro-scqr-eps", "0"),

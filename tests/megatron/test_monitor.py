@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from aro_runs import ARO, DISTRIBUTED, GATED, MOE, same, train_with_poisoned_gradient
-from monitored import train_on_given_gradients, train_read
+from monitored import given, train_on_given_gradients, train_read
 from pool import Pool
 
+from megatron_aro.config import AROConfig
 from megatron_aro.megatron.monitor import group_scalars, sampled, table, time_scalars
 from megatron_aro.megatron.names import group_name
+from megatron_aro.rotation import (
+    MatrixBatch,
+    compute_updates,
+    initial_rotation,
+    new_fallback_counts,
+)
 
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -46,9 +54,7 @@ def test_reading_every_step_changes_no_bit(
 ) -> None:
     """Losses, weights, momenta, moments, rotations and counts of all ranks, on and off."""
     argv = [*ARO, *flags, "--micro-batch-size", "1"]
-    on, off = (
-        pool.run(ranks, train_read, [*argv, *extra], str(tmp_path)) for extra in (EVERY, [])
-    )
+    on, off = (pool.run(ranks, train_read, [*argv, *extra], str(tmp_path)) for extra in (EVERY, []))
     for watched, plain in zip(on, off, strict=True):
         assert watched["result"].losses == plain["result"].losses
         assert same(watched["result"].weights, plain["result"].weights)
@@ -139,6 +145,29 @@ def test_every_layout_reads_what_one_process_does(
     assert any(v > 0 for k, v in expected[2].items() if k.startswith("aro-fallbacks"))
     experts = {"mlp.experts.linear_fc1.gate", "mlp.router"}
     assert {k.split("/")[1] for k in expected[2]} >= (experts if model is MOE else DENSE)
+
+
+def test_the_objectives_are_those_of_the_step(pool: Pool, tmp_path: Path) -> None:
+    """J of the frame that each step chose, on its momentum, and of an eigen step from the old one.
+
+    In float64, from the same gradients; float32's rounding turns the frames by 1e-5 or less here.
+    """
+    run = pool.run(1, train_on_given_gradients, [*ARO, *GATED, *EVERY], str(tmp_path))[0]
+    names = [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)]
+    shape = tuple(run["result"].weights[names[0]].shape)
+    config, momentum = AROConfig(), torch.zeros(2, *shape, dtype=torch.float64)
+    r = initial_rotation(2, *shape, dtype=torch.float64, device="cpu")
+    for iteration, scalars in run["readings"].items():
+        gradient = torch.stack([given(name, shape, iteration) for name in names]).double()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        for tag, rotation in ("-eigen", "eigen"), ("", "aro"):
+            batch = MatrixBatch(momentum, r.clone(), new_fallback_counts(2, "cpu"))
+            (update,) = compute_updates([batch], replace(config, rotation=rotation, qr="qr"))
+            norms = momentum.norm(dim=(1, 2)) * update.norm(dim=(1, 2))
+            j = (momentum * update).sum((1, 2)) / norms
+            read = scalars[f"aro-objective{tag}/mlp.linear_fc2"]
+            assert read == pytest.approx(float(j.mean()), rel=1e-5), (iteration, tag)
+        r = batch.rotation
 
 
 def test_a_resumed_run_reads_on(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the monitor measures of a step, against its definition in float64, and that it only looks."""
+"""What the monitor measures of a step, against its definition in float64; it only looks."""
 
 from __future__ import annotations
 
@@ -128,9 +128,7 @@ def test_the_scale_of_the_momentum_does_not_matter(scale):
     """Squares of such entries leave float32; J is what it is at scale one."""
     config = AROConfig()
     momentum = normal(1, 16, 24)
-    one, other = (
-        measured(make_batch(momentum * s, config), config, [0]) for s in (1.0, scale)
-    )
+    one, other = (measured(make_batch(momentum * s, config), config, [0]) for s in (1.0, scale))
     for name in MEASURES:
         assert other[name][0] == pytest.approx(one[name][0], rel=1e-4, abs=1e-6), name
 
