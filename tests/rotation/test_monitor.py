@@ -13,7 +13,6 @@ from aro_reference import Reference
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     MEASURES,
-    Climbers,
     MatrixBatch,
     advance_momentum,
     attempt_rotation,
@@ -31,8 +30,8 @@ def measured(batch: MatrixBatch, config: AROConfig, sample: list[int]) -> dict[s
     """A step of the batch with measures on the way."""
     measures = measure_before(batch, sample, config)
     attempt = attempt_rotation(batch, config)
-    (climbers,) = read_failed([attempt])
-    update = finish_update(batch, attempt, climbers, config)
+    (failed,) = read_failed([attempt])
+    update = finish_update(batch, attempt, failed, config)
     measure_after(measures, batch, update, sample)
     return dict(zip(MEASURES, measures.double().T.numpy(), strict=True))
 
@@ -102,8 +101,8 @@ def test_measuring_changes_no_bit_of_the_step(projection, rotation):
     (update,) = compute_updates([plain], config)
     measures = measure_before(watched, [0, 2], config)
     attempt = attempt_rotation(watched, config)
-    (climbers,) = read_failed([attempt])
-    other = finish_update(watched, attempt, climbers, config)
+    (failed,) = read_failed([attempt])
+    other = finish_update(watched, attempt, failed, config)
     measure_after(measures, watched, other, [0, 2])
     assert torch.equal(update, other)
     for name in ("momentum", "rotation", "fallbacks", "second_moment"):
@@ -157,5 +156,5 @@ def test_nothing_waits_for_a_ladder(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
     measures = measure_before(batch, [0, 3, 5], config)
     attempt = attempt_rotation(batch, config)
-    update = finish_update(batch, attempt, Climbers([], False), config)
+    update = finish_update(batch, attempt, [], config)
     measure_after(measures, batch, update, [0, 3, 5])
