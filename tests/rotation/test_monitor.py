@@ -158,3 +158,23 @@ def test_nothing_waits_for_a_ladder(monkeypatch):
     attempt = attempt_rotation(batch, config)
     update = finish_update(batch, attempt, [], config)
     measure_after(measures, batch, update, [0, 3, 5])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_and_the_values_are_the_cpus():
+    """No synchronizing operation while measuring; values to float32's rounding in the frames."""
+    config = AROConfig()
+    batches = [make_batch(normal(2, 96, 160).to(device), config) for device in ("cpu", "cuda")]
+    found = []
+    for batch in batches:
+        measure_before(batch, [0], config)  # handles and workspaces are made once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            measures = measure_before(batch, [0], config)
+            attempt = attempt_rotation(batch, config)
+            update = finish_update(batch, attempt, [], config)
+            measure_after(measures, batch, update, [0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(measures.cpu().double())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4, equal_nan=True)
