@@ -62,10 +62,10 @@ class AROConfig:
         1e-7, "Shift of Cholesky QR, relative to the trace of the Gram matrix."
     )
     precision: Precision = _setting(
-        "fp32",
-        "Precision of matrix products on the GPU inside ARO: fp16 and fp16x3 are the fast ones, "
-        "for sinkhorn with aro and scqr2 or scqr: float16 operands with TF32's bits, or in two "
-        "halves with 22 bits, and float32 sums; with other settings they mean tf32 and fp32.",
+        "fp16x3",
+        "Precision of matrix products on the GPU inside ARO: fp16x3, operands in two float16 "
+        "halves with 22 bits, and fp16, in one with TF32's bits, both with float32 sums, are for "
+        "sinkhorn with aro and scqr2 or scqr; with other settings they mean fp32 and tf32.",
         Precision,
     )
     exchange_dtype: ExchangeDtype = _setting(
@@ -104,6 +104,16 @@ class AROConfig:
             choices = f.metadata["choices"]
             if choices:
                 self._require(f.name, choices.__contains__, f"must be one of {', '.join(choices)}")
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether a GPU's products are of float16 halves (`rotation.fast`)."""
+        return (
+            self.precision in ("fp16", "fp16x3")
+            and self.projection == "sinkhorn"
+            and self.rotation == "aro"
+            and self.qr in ("scqr", "scqr2")
+        )
 
     def _require(self, name: str, holds: Any, rule: str) -> None:
         value = getattr(self, name)

@@ -58,7 +58,7 @@ class ARO(torch.optim.Optimizer):
         update_rms: float = 0.2,
         sinkhorn_iters: int = 5,
         scqr_eps: float = 1e-7,
-        precision: aro.Precision = "fp32",
+        precision: aro.Precision = "fp16x3",
     ) -> None:
         self.config = aro.AROConfig(
             momentum=momentum, projection=projection, rotation=rotation, qr=qr,

@@ -31,6 +31,7 @@ LAYERS = {
     "megatron/": ("torch", "numpy", "packaging", "megatron", "megatron_aro"),
     "pretrain_gpt.py": ("torch", "megatron", "transformer_engine", "megatron_aro"),
     "run.py": ("megatron", "megatron_aro"),
+    "iterations.py": ("torch", "megatron", "megatron_aro"),
     "cli/": (
         "torch",
         "numpy",

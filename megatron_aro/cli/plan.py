@@ -18,6 +18,7 @@ from typing import Any
 from megatron_aro.cli import configs, parsing
 from megatron_aro.sharding.account import Account, Run, account
 from megatron_aro.sharding.buffers import padding_note
+from megatron_aro.sharding.cost import rates_of
 from megatron_aro.sharding.gpt import GPT, Chunk, Split
 
 # Before the user's flags; they say nothing about the plan, but Megatron wants them.
@@ -268,7 +269,7 @@ def run_settings(args: argparse.Namespace) -> Run:
         param_layout=aro.param_layout,
         gradient_bytes=4 if in_fp32 else 2,
         workspace=aro.workspace_mib << 20,
-        precision=aro.precision,
+        rates=rates_of(aro),
         exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],
     )
 

@@ -110,9 +110,14 @@ def _halves_twin(
 def product(a: Halves, b: Halves, alpha: float = 1.0) -> Tensor:
     """``alpha * a @ b`` in float32: one product of halves, or all but lo x lo."""
     out = torch.empty(*a.hi.shape[:2], b.hi.shape[2], dtype=torch.float32, device=a.hi.device)
+    set_product(out, a, b, alpha)
+    return out
+
+
+def set_product(out: Tensor, a: Halves, b: Halves, alpha: float = 1.0) -> None:
+    """``out = alpha * a @ b``, whatever it held; its rows may lie apart."""
     _mm(out, a.hi, b.hi, 0.0, alpha)
     _add_low(out, a, b, alpha)
-    return out
 
 
 def add_product(out: Tensor, a: Halves, b: Halves, alpha: float = 1.0) -> None:

@@ -50,7 +50,7 @@ from megatron_aro.megatron.wrappers import (
 )
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-from megatron_aro.sharding.cost import batch_limit, seconds
+from megatron_aro.sharding.cost import batch_limit, rates_of, seconds
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
 
@@ -326,7 +326,7 @@ def _bind(
             main_parameters[placement.name] = main
     before = [[loads.get(rank, 0.0) for rank in row] for row in grid.ranks]
     aro = wrapped.optimizer.aro
-    cost = functools.partial(seconds, precision=aro.precision)
+    cost = functools.partial(seconds, rates=rates_of(aro))
     at_most = functools.partial(batch_limit, workspace=aro.workspace_mib << 20)
     plan = make_plan(sharded, tp, dp, cost, before, at_most)
     for ranks, row in zip(grid.ranks, plan.loads, strict=True):

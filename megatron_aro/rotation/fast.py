@@ -20,7 +20,14 @@ from torch import Tensor
 
 from megatron_aro.config import AROConfig
 from megatron_aro.kernels.cholesky import Factor, factor
-from megatron_aro.kernels.halves import Halves, add_product, gram, halves, product
+from megatron_aro.kernels.halves import (
+    Halves,
+    add_product,
+    gram,
+    halves,
+    product,
+    set_product,
+)
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.in_frame import SHIFT
 from megatron_aro.rotation.orthonormal import Orthonormal
@@ -39,14 +46,7 @@ RANGE = 2.0**12
 
 def covers(config: AROConfig, momentum: Tensor) -> bool:
     """Whether this file has the step that the settings ask for, and the device gains from it."""
-    return (
-        config.precision in ROUNDOFF
-        and momentum.is_cuda
-        and momentum.dtype == torch.float32
-        and config.projection == "sinkhorn"
-        and config.rotation == "aro"
-        and config.qr in ("scqr", "scqr2")
-    )
+    return config.in_halves and momentum.is_cuda and momentum.dtype == torch.float32
 
 
 def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
@@ -62,6 +62,8 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
     if config.qr == "scqr":
         return _one_pass(m, x, scales, config, split)
     square = r_bmk.shape[1] == r_bmk.shape[2]
+    if not square:
+        del r
     z, squares = halves(
         x,
         split=split and not square,
@@ -73,8 +75,13 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
     del x
     if square:
         del m
-        return _last_pass(*_from_frame(r, z, squares, scales, split))
-    return _last_pass(*_from_momentum(m, z, squares, scales, split))
+        a = _from_frame(r, z, squares, scales, split)
+        del r
+    else:
+        a = _from_momentum(m, z, squares, scales, split)
+        del m
+    del z
+    return _last_pass(*a)
 
 
 def extra_pass(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
@@ -131,6 +138,7 @@ def _from_frame(
         lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
         columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
     )  # fmt: skip
+    del lower
     return halves(product(r, n, 4.0 / RANGE), split=split, squares="columns")
 
 
@@ -141,7 +149,9 @@ def _from_momentum(
     factors = factor(gram(z.mT), squares_bk, _constant(SHIFT, squares_bk), inverse=True)
     v = _solved(z.mT, factors, squares_bk, split)
     root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
+    del factors
     q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
+    del v
     norms = torch.linalg.vector_norm(q1, dim=1)
     inverse = _inverse_or_zero(norms)
     return halves(q1, split=split, columns_bc=inverse, factor=64.0, squares="columns")
@@ -163,24 +173,24 @@ def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
     """
     assert of.w_bkk is not None
     d = _root_inverse(squares_bk)
-    done: list[Tensor] = []
+    q_brk = torch.empty(a.hi.shape, dtype=torch.float32, device=a.hi.device)
     past = Halves(torch.empty_like(a.hi), torch.empty_like(a.hi) if split else None)
     for j in of.blocks:
         w, _ = halves(of.w_bkk[:, j, j], split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
-        q = product(a.columns(j), w.mT, 1.0 / RANGE)
-        if done:
+        q = q_brk[:, :, j]
+        set_product(q, a.columns(j), w.mT, 1.0 / RANGE)
+        if j.start:
             before = slice(0, j.start)
             w, _ = halves(of.w_bkk[:, j, j], split=split, factor=16.0, lower=True)
             left, _ = halves(of.l_bkk[:, j, before], split=split, factor=RANGE)
             wl, _ = halves(product(w, left), split=split, factor=-1.0 / RANGE)
             add_product(q, past.columns(before), wl.mT, 1.0 / RANGE)
-        done.append(q)
         if j is not of.blocks[-1]:
             now, _ = halves(q, split=split, factor=RANGE / 16.0)
             past.hi[:, :, j] = now.hi
             if past.lo is not None and now.lo is not None:
                 past.lo[:, :, j] = now.lo
-    return done[0] if len(done) == 1 else torch.cat(done, dim=2)
+    return q_brk
 
 
 def _one_pass(

@@ -16,13 +16,12 @@ from megatron_aro.sharding.buffers import everywhere, lay_out, lay_out_whole
 from megatron_aro.sharding.cost import (
     FP32,
     H100,
-    Precision,
     Rates,
     batch_limit,
+    batch_seconds,
     rotation_bytes,
     seconds,
     step_work,
-    work_seconds,
     workspace_bytes,
 )
 from megatron_aro.sharding.geometry import Layout, Part, parts
@@ -60,8 +59,7 @@ class Run:
     gradient_bytes: int = FP32
     exchange_bytes: int = FP32
     workspace: int = 2 << 30
-    rates: Rates = H100
-    precision: Precision = "fp32"
+    rates: Rates = H100["fp16x3"]
 
     def __post_init__(self) -> None:
         for product, what in (
@@ -79,7 +77,7 @@ class Run:
 
     def seconds(self, matrix: LogicalMatrix) -> float:
         """Predicted seconds of one step of a matrix."""
-        return seconds(matrix, self.rates, self.precision)
+        return seconds(matrix, self.rates)
 
 
 @dataclass
@@ -181,7 +179,11 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
         aro_parameters=sum(parameter.numel for parameter in aro),
         matrices=sum(len(parameter.matrices) for parameter in aro),
         largest=max(
-            (1e3 * run.seconds(matrix) for parameter in aro for matrix in parameter.matrices),
+            (
+                1e3 * batch_seconds(1, *matrix.shape, run.rates)
+                for parameter in aro
+                for matrix in parameter.matrices
+            ),
             default=0.0,
         ),
         ranks=tuple(ranks),
@@ -276,10 +278,10 @@ def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
     for batch in plan.batches:
         (t, d), count = batch.owner, len(batch.members)
         m, n = plan.sharded[batch.members[0]].matrix.shape
-        figure, work = figures[t][d], step_work(m, n)
+        figure = figures[t][d]
         figure.matrices += count
-        figure.flops += count * work.flops
-        figure.milliseconds += 1e3 * count * work_seconds(work, run.rates, run.precision)
+        figure.flops += count * step_work(m, n).flops
+        figure.milliseconds += 1e3 * batch_seconds(count, m, n, run.rates)
         figure.rotation += count * rotation_bytes(m, n)
         figure.gathered += count * FP32 * m * n
         figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))

@@ -2,9 +2,8 @@
 
 Counts are those of `megatron_aro.rotation` for projection sinkhorn, rotation aro and scqr2 on an
 oriented m x n matrix, k = min(m, n): X = R^T M, two Sinkhorns, A = M f(X)^T, two passes of
-Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). (Where m <= n, `rotation.in_frame` takes
-S = X Q X^T and R N for A and one of the Gram matrices, which is as much, and solves once less.)
-Lower orders are left out, and so are fall-backs.
+Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). (What `rotation.in_frame` and
+`rotation.fast` do in their place is as much.) Lower orders are left out, and so are fall-backs.
 """
 
 from __future__ import annotations
@@ -12,104 +11,97 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_aro.config import Precision
+from megatron_aro.config import AROConfig, Precision
 from megatron_aro.sharding.logical import LogicalMatrix
 
 FP32 = 4  # bytes
-_SINKHORN_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step's work. All but `bytes` in floating-point operations.
+    """One matrix's step, in floating-point operations, and the elements it touches.
 
     Attributes:
-        products: the four products with R or f(X), whose precision is a setting.
-        gram: A^T A of both passes, always float32.
-        check: Q^T Q of the result, always TF32.
-        cholesky, solve: of both passes.
-        columns: Cholesky columns and triangular-solve columns, of which each one waits for the
-            one before.
-        bytes: read and written by everything that is no product: norms, scaling, Sinkhorn,
-            cutting matrices out and storing them back.
+        products: the four products with R or f(X).
+        factors: Gram matrices, Cholesky factors, solves, the check of orthonormality.
+        elements: m x n.
+        columns: k; each column of a Cholesky factor waits for the one before.
     """
 
     products: float
-    gram: float
-    check: float
-    cholesky: float
-    solve: float
+    factors: float
+    elements: int
     columns: int
-    bytes: float
 
     @property
     def flops(self) -> float:
-        return self.products + self.gram + self.check + self.cholesky + self.solve
+        return self.products + self.factors
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a GPU is; operations a second unless said otherwise.
-
-    The defaults are an H100 with torch 2.11 and CUDA 13.0, measured by this project:
+    """How fast a GPU steps a batch of matrices of one shape.
 
     Attributes:
-        fp32, tf32: product 4096 x 12288 x 4096.
-        copy: bytes a second read and written.
-        cholesky, solve: of the part that grows with the operations; `cholesky_column` and
-            `solve_column` are seconds a column. Fitted to 1.9 and 2.0 ms for one 4096 x 4096, and
-            4.0 and 3.4 ms for 64 of 1024 x 1024.
+        products, factors: operations a second.
+        element: seconds an element of M, for everything that is no product: Sinkhorn, norms,
+            conversions, cutting matrices out and storing them back.
+        column: seconds a column, once for the batch.
+        batch: seconds a batch.
     """
 
-    fp32: float = 51e12
-    tf32: float = 312e12
-    copy: float = 2.98e12
-    cholesky: float = 13.0e12
-    cholesky_column: float = 34e-9
-    solve: float = 36e12
-    solve_column: float = 23e-9
+    products: float
+    factors: float
+    element: float
+    column: float
+    batch: float
 
 
-H100 = Rates()
+# Fitted to 19 batches, 1 to 128 matrices of 768 x 768 to 4096 x 12288, with the rate of products
+# as measured: root mean square of the relative error 11 to 12%, at most 32% (docs/sharding.md has
+# the command). TF32 was not measured: float32 with the products' rate of TF32.
+H100: dict[Precision, Rates] = {
+    "fp32": Rates(51e12, 36e12, 1.4e-10, 0.0, 2.67e-3),
+    "tf32": Rates(312e12, 36e12, 1.4e-10, 0.0, 2.67e-3),
+    "fp16": Rates(650e12, 214e12, 3.8e-11, 0.70e-6, 0.33e-3),
+    "fp16x3": Rates(325e12, 164e12, 5.6e-11, 0.63e-6, 0.44e-3),
+}
+
+
+def rates_of(aro: AROConfig) -> Rates:
+    """An H100's, for what these settings make of their precision."""
+    if aro.in_halves:
+        return H100[aro.precision]
+    plain: dict[Precision, Precision] = {"fp16": "tf32", "fp16x3": "fp32"}
+    return H100[plain.get(aro.precision, aro.precision)]
 
 
 @cache
 def step_work(m: int, n: int) -> Work:
     """The work of one step of an oriented m x n matrix."""
     k = min(m, n)
-    product, gram = 2.0 * m * n * k, 2.0 * m * k * k
-    # Passes over elements, read or written: cutting out, storing back, scale, mask, norms and the
-    # final scaling touch m x n; zeroing small rows and columns, squares, two passes an iteration
-    # and the final scaling touch k x n in each of two projections; scaling A, choosing and storing
-    # Q touch m x k.
-    elements = 20 * m * n + 2 * (12 + 2 * _SINKHORN_ITERATIONS) * k * n + 8 * m * k
-    return Work(
-        products=4 * product,
-        gram=2 * gram,
-        check=gram,
-        cholesky=2 * k**3 / 3,
-        solve=2.0 * m * k * k,
-        columns=2 * k,
-        bytes=FP32 * elements,
-    )
+    # Two Gram matrices, a solve and the check, 2 m k^2 each or half of it, and two factors.
+    return Work(8.0 * m * n * k, 8.0 * m * k * k + 2 * k**3 / 3, m * n, k)
 
 
-def work_seconds(work: Work, rates: Rates = H100, precision: Precision = "fp32") -> float:
-    """Predicted seconds of some work, done alone and without launch overhead."""
+def batch_seconds(count: int, m: int, n: int, rates: Rates = H100["fp16x3"]) -> float:
+    """Predicted seconds of stepping so many oriented m x n matrices together."""
+    work = step_work(m, n)
+    return rates.batch + rates.column * work.columns + count * _each(work, rates)
+
+
+def seconds(matrix: LogicalMatrix, rates: Rates = H100["fp16x3"]) -> float:
+    """Predicted seconds that one more matrix adds to a batch; what `make_plan` balances."""
+    return _each(step_work(*matrix.shape), rates)
+
+
+def _each(work: Work, rates: Rates) -> float:
+    """Seconds a matrix."""
     return (
-        work.products / (rates.fp32 if precision == "fp32" else rates.tf32)
-        + work.gram / rates.fp32
-        + work.check / rates.tf32
-        + work.cholesky / rates.cholesky
-        + work.solve / rates.solve
-        + work.columns * (rates.cholesky_column + rates.solve_column)
-        + work.bytes / rates.copy
+        work.products / rates.products
+        + work.factors / rates.factors
+        + work.elements * rates.element
     )
-
-
-def seconds(matrix: LogicalMatrix, rates: Rates = H100, precision: Precision = "fp32") -> float:
-    """Predicted seconds of one step of a matrix; what `make_plan` balances."""
-    return work_seconds(step_work(*matrix.shape), rates, precision)
 
 
 def rotation_bytes(m: int, n: int) -> int:
@@ -127,10 +119,10 @@ def workspace_bytes(m: int, n: int) -> int:
 
     Beside the gathered momentum: where m <= n four m x n and one m x m, in the update. Else the
     larger of two moments: projecting (the scaled momentum, five k x n, one m x k) and
-    orthonormalising (four m x k, two k x k). Without what cuBLAS and cuSOLVER take, and without
-    fall-backs.
+    orthonormalising (four m x k, two k x k). In halves (`rotation.fast`) less, but for square
+    matrices six m x m. Without what cuBLAS and cuSOLVER take, and without fall-backs.
     """
     if m <= n:
-        return FP32 * (4 * m * n + m * m)
+        return FP32 * max(4 * m * n + m * m, 6 * m * m)
     k = min(m, n)
     return FP32 * max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k)
