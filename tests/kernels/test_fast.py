@@ -13,6 +13,7 @@ from megatron_aro.rotation import (
     initial_rotation,
     step,
 )
+from megatron_aro.sharding.cost import workspace_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 9), (9, 1), (1, 1), (7, 33), (33, 7), (12, 12), (40, 40)]
@@ -152,3 +153,20 @@ def test_rungs(monkeypatch):
         compute_updates([tall], config)
         assert error(tall.rotation) < 1e-3
     assert tall.fallbacks.tolist() == [[3, 0, 1, 0]] * 6 and called == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 2304, 2304), (4, 512, 2048), (3, 768, 768), (4, 1024, 640), (64, 512, 128)]
+)
+def test_workspace(shape):
+    """A step takes no more memory than `batch_limit` reckons with, and 1 MiB for vectors."""
+    b, m, n = shape
+    batch = batch_of(normal(b, m, n).float().cuda())
+    for _ in range(2):  # cuBLAS keeps what it takes at first
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compute_updates([batch], AROConfig())
+        taken = torch.cuda.max_memory_allocated() - before
+    assert not batch.fallbacks[:, 1:].any()
+    assert taken <= b * workspace_bytes(m, n) + 2**20
