@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Projection = Literal["sinkhorn", "rownorm", "sign", "adam"]
-Rotation = Literal["aro", "eigen", "polar", "none"]
+Rotation = Literal["aro", "eigen", "polar", "rgd", "none"]
 Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
 Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
@@ -38,7 +38,7 @@ class AROConfig:
     rotation: Rotation = _setting(
         "aro",
         "How the frame is chosen: aro looks ahead through f, eigen is one power iteration, polar "
-        "takes aro's polar factor, none does not rotate.",
+        "takes aro's polar factor, rgd climbs in ten gradient steps, none does not rotate.",
         Rotation,
     )
     qr: Orthonormalizer = _setting(

@@ -190,7 +190,7 @@ def test_one_host_read(projection, rotation, qr, monkeypatch):
     with host_reads(monkeypatch) as reads:
         compute_updates(batches, config)
     assert reads == ([] if qr == "qr" or rotation == "none" else ["tolist"])
-    if reads and rotation != "polar":  # whose A is orthonormal already
+    if reads and rotation not in ("polar", "rgd"):  # whose A is orthonormal, or nearly so
         assert counts_by_rung(batches)["householder"] > 0
 
 
