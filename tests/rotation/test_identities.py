@@ -123,13 +123,15 @@ def test_one_sided_rotation(projection, rotation, shape):
 @pytest.mark.parametrize("qr", ["qr", "scqr2"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rgd_climbs(projection, qr, shape):
-    """On one momentum J(R) = <M, R f(R^T M)> rises, though its columns differ by 1e3 in size.
+    """On one momentum J(R) = <M, R f(R^T M)> rises and does not fall again.
 
-    For sign and rownorm J is a norm of R^T M, which no step may lower. For sinkhorn the gradient
-    holds f: J, of an f of length one as in the update, ends higher, not by way of rises alone.
+    For sign and rownorm, whose J is a norm of R^T M, whatever the momentum: here its columns differ
+    by 1e3 in size. For sinkhorn the gradient holds f, and J (of an f of length one, as in the
+    update) rises on momenta whose columns are alike, and stays there to 1e-3.
     """
     momentum = random(3, *shape, seed=15)
-    momentum *= torch.logspace(0, -3, shape[1], dtype=momentum.dtype)
+    if projection != "sinkhorn":
+        momentum *= torch.logspace(0, -3, shape[1], dtype=momentum.dtype)
     r = initial_rotation(3, *shape, dtype=momentum.dtype, device="cpu")
 
     def height() -> torch.Tensor:
@@ -146,10 +148,8 @@ def test_rgd_climbs(projection, qr, shape):
         _, r = one_step(momentum, r, projection=projection, rotation="rgd", qr=qr)
         heights.append(height())
     rises = torch.stack(heights).diff(dim=0) / heights[0]
-    if projection == "sinkhorn":
-        assert (rises.sum(dim=0) > 1e-3).all()
-    else:
-        assert (rises[0] > 1e-2).all() and (rises > -1e-9).all()
+    assert (rises[0] > 1e-3).all()
+    assert (rises > (-1e-3 if projection == "sinkhorn" else -1e-9)).all()
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
