@@ -44,6 +44,8 @@ def test_every_setting_has_a_flag_that_reaches_it(parse):
         "sinkhorn_iters": 3,
         "scqr_eps": 1e-6,
         "workspace_mib": 64,
+        "override": "*.router.weight=adamw,*.linear_qkv.weight#v=left",
+        "split": "qkv",
     }
     for f in settings():
         choices = f.metadata["choices"]
@@ -121,6 +123,11 @@ def test_settings_without_effect_are_named(parse):
         ("--aro-sinkhorn-iters", "0"),
         ("--aro-scqr-eps", "0"),
         ("--aro-beta2", "-1"),
+        ("--aro-override", "*.linear_proj.weight=up"),
+        ("--aro-override", "=left"),
+        ("--aro-override", "*.linear_proj.weight=left,"),
+        ("--aro-override", "*.linear_qkv.weight#q=adamw"),
+        ("--aro-split", "heads"),
         ("--weight-decay", "-0.1"),
         ("--lr", "-1"),
         ("--lr", "inf"),

@@ -27,6 +27,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 BF16 = ["--bf16"]
+ADAM = ["--aro-projection", "adam"]  # whose second moment goes where the rotation goes
 
 Layout = tuple[int, list[str]]
 # (model, layout that saves, layouts that go on).
@@ -41,8 +42,8 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
             "PP 2, virtual, x DP 2": (4, [*VIRTUAL, *DISTRIBUTED]),
         },
     ),
-    "TP 2 x DP 2 replicated": (
-        DEEP,
+    "projection adam, TP 2 x DP 2 replicated": (
+        [*DEEP, *ADAM],
         (4, TP2),
         {
             "DP 4": (4, DISTRIBUTED),
@@ -80,8 +81,8 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
             "EP 2, expert TP 2": (4, [*EP2, *TP2, *DISTRIBUTED]),
         },
     ),
-    "experts, DP 3": (
-        MOE,
+    "experts, projection adam, DP 3": (
+        [*MOE, *ADAM],
         (3, DISTRIBUTED),
         {
             "EP 2, TP 2, expert TP 1": (4, [*EP2, *TP2, *ETP1, *DISTRIBUTED]),
@@ -106,7 +107,11 @@ def test_any_layout_reads_what_another_saved(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     saved = logical([rank.inspected for rank in straight])
     matrices = [name for name in saved if name.startswith("rotation.")]
-    assert len(matrices) == 2 * (3 + 1 + 1 + 4 * 3) if model is MOE else 4 * (3 + 1 + 2 + 1)
+    experts = model[: len(MOE)] == MOE
+    assert len(matrices) == (2 * (3 + 1 + 1 + 4 * 3) if experts else 4 * (3 + 1 + 2 + 1))
+    moments = [saved[name] for name in saved if name.startswith("second_moment.")]
+    assert len(moments) == (len(matrices) if ADAM[1] in model else 0)
+    assert all(moment.any() for moment in moments)
     losses = next(rank.losses for rank in straight if rank.losses)
     for name, (ranks, flags) in goes_on.items():
         load = ["--load", str(tmp_path)]
