@@ -15,6 +15,8 @@ from megatron_aro.cli.inspect import inspect
 RUN = [*ARO, "--train-iters", "6", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
+MIXED = ["--aro-override", "*.linear_proj.weight=right", "--aro-split", "qkv"]
+PROJ_TO_ADAMW = ["--aro-override", "*.linear_proj.weight=adamw", "--aro-init-rotation", "qr"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
@@ -114,8 +116,13 @@ def test_state_of_another_optimizer_or_setting_is_refused(
         ([*aro, "--load", str(tmp_path / "adam")], "The checkpoint's optimizer is adam"),
         ([*adam, "--load", str(tmp_path / "aro")], "The checkpoint's optimizer is aro"),
         (
-            [*aro, "--load", str(tmp_path / "aro"), "--aro-orientation", "left"],
-            "--aro-orientation from residual to left",
+            [*aro, "--load", str(tmp_path / "aro"), "--aro-orientation", "left", *MIXED],
+            "--aro-orientation from residual to left, --aro-override from none to "
+            "*.linear_proj.weight=right, --aro-split from qkv,gate-up to qkv:",
+        ),
+        (
+            [*aro, "--load", str(tmp_path / "aro"), *PROJ_TO_ADAMW],
+            "sent nothing to AdamW with --aro-override, this one *.linear_proj.weight:",
         ),
         (
             [*aro, "--load", str(tmp_path / "aro"), "--aro-projection", "adam"],
