@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation.orthonormal import cholesky_pass
 from megatron_aro.rotation.precision import product, unit_roundoff
-from megatron_aro.rotation.scaling import divide_or_zero, to_unit_scale, zero_small_rows
+from megatron_aro.rotation.scaling import reciprocal_or_zero, to_unit_scale, zero_small_rows
 
 RGD_STEPS = 10
 
@@ -27,13 +27,19 @@ def target(
     aro is A = M f(X)^T (arXiv 2602.09006), eigen A = M X^T = M M^T R, one power iteration.
     polar replaces aro's A by its polar factor, which orthonormalisation then leaves as it is.
     rgd climbs from the old rotation, and its last retraction is the orthonormalisation.
+
+    A thin R (m > n) may have nothing of M in its span, X = 0: any R would answer A = 0, and the old
+    one would for ever. There A = M, whose span the new R has.
     """
-    if config.rotation == "rgd":
-        return ascend(r_bmk, m_bmn, f, config)
     x_bkn = into_frame(r_bmk, m_bmn, config)
-    if config.rotation != "eigen":
-        x_bkn = f(x_bkn)
-    a_bmk = product(m_bmn, x_bkn.mT, config.precision)
+    if config.rotation == "rgd":
+        a_bmk = ascend(r_bmk, m_bmn, f, config)
+    else:
+        f_bkn = x_bkn if config.rotation == "eigen" else f(x_bkn)
+        a_bmk = product(m_bmn, f_bkn.mT, config.precision)
+    if m_bmn.shape[1] > m_bmn.shape[2]:
+        found = torch.linalg.vector_norm(x_bkn, dim=(1, 2), keepdim=True) > 0
+        torch.where(found, a_bmk, m_bmn, out=a_bmk)
     return polar_factor(a_bmk, r_bmk) if config.rotation == "polar" else a_bmk
 
 
@@ -73,7 +79,7 @@ def _step_up(
     x_bkn = into_frame(r_bmk, m_bmn, config)
     a = to_unit_scale(product(m_bmn, f(x_bkn).mT, config.precision))
     size = torch.linalg.vector_norm(a.mT @ a, dim=(1, 2), keepdim=True).sqrt()
-    a *= divide_or_zero(1.0, size)
+    a *= reciprocal_or_zero(size)
     h = r_bmk.mT @ a
     return r_bmk + a - r_bmk @ (0.5 * (h + h.mT))
 
@@ -91,7 +97,7 @@ def polar_factor(a_bmk: Tensor, r_bmk: Tensor) -> Tensor:
     """
     norm = torch.linalg.vector_norm(a_bmk, dim=(1, 2), keepdim=True)
     eps = torch.finfo(a_bmk.dtype).eps
-    x = a_bmk * divide_or_zero(1.0, norm) + 16.0 * eps * r_bmk
+    x = a_bmk * reciprocal_or_zero(norm) + 16.0 * eps * r_bmk
     low = eps / 16.0
     while 1.0 - low > 4.0 * eps:
         a2 = min(2.5, 3.0 / (1.0 + low + low * low))

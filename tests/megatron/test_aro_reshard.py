@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from aro_runs import ARO as _ARO
-from aro_runs import DISTRIBUTED, GATED, MOE, same
+from aro_runs import DISTRIBUTED, GATED, MOE, same, train_frozen
 from logical_state import logical, train_watched
 from pool import Pool
 
@@ -120,6 +121,28 @@ def test_any_layout_reads_what_another_saved(
         assert same(logical([rank.inspected for rank in resumed]), saved), name
         after = next(rank.losses for rank in resumed if rank.losses)
         assert after == pytest.approx(losses[3:], abs=2e-3), name
+
+
+def test_parameters_are_frozen_midway(pool: Pool, tmp_path: Path) -> None:
+    """What is left goes on from its state bit for bit; frozen weights stay as they were saved.
+
+    In all layers, which Megatron saves as one tensor of which it asks for nothing or all.
+    """
+    save = ["--save", str(tmp_path), "--save-interval", "3", *RESHARDABLE]
+    argv = [*ARO, *GATED, *DISTRIBUTED]
+    straight = pool.run(2, train_watched, [*argv, *save], iteration=3)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    saved = logical([rank.inspected for rank in straight])
+    resumed = pool.run(2, train_frozen, [*argv, "--load", str(tmp_path)], "linear_fc1")
+    assert [rank.exit_status for rank in resumed] == [0, 0]
+    left = {name: tensor for name, tensor in saved.items() if "linear_fc1" not in name}
+    assert len(saved) - len(left) == 2 * (2 + 2 * 2)  # weight, momentum; two rotations, counts
+    assert same(logical([rank.inspected for rank in resumed]), left)
+    assert len(resumed[0].losses) == 3 and resumed[0].losses[-1] < resumed[0].losses[0]
+    for rank in resumed:
+        for layer in range(2):
+            name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+            assert torch.equal(rank.weights[name], saved[f"{name}.param"])
 
 
 @pytest.mark.parametrize("form", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "torch"])

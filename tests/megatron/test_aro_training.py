@@ -201,6 +201,19 @@ def check_steps(ranks: list[dict], flags: list[str], instances: int = 1) -> set[
     return set(first)
 
 
+def test_hardship_of_some_matrices_is_theirs_alone(pool: Pool) -> None:
+    """Zero, vanishing and enormous gradients of one layer, cut over TP and DP.
+
+    The reference steps each matrix in an optimizer of its own: that weights are its own, to the
+    bit, says that no matrix feels what another endures.
+    """
+    argv = [*ARO, *GATED, "--micro-batch-size", "1", *TP2, *DISTRIBUTED]
+    ranks = pool.run(4, train_recorded, argv, hardship=True)
+    check_steps(ranks, [])
+    weights = full_weights([rank["result"] for rank in ranks])
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
 def test_data_parallel_ranks_agree_with_one_process(pool: Pool, flags: list[str]) -> None:
     """Losses are one process's but for the order of gradient sums; replicas are bit-identical.
@@ -334,8 +347,8 @@ def test_a_parameter_without_optimizer_is_fatal(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("poisoned", "flags"),
-    [([0], []), ([1], DISTRIBUTED), ([0, 1], ["--bf16"]), ([0], DETACHED)],
-    ids=["one process", "distributed", "replicated bf16", "detached MTP"],
+    [([0], []), ([3], [*TP2, *DISTRIBUTED]), ([0, 1], ["--bf16"]), ([0], DETACHED)],
+    ids=["one process", "one shard of one rank", "replicated bf16", "detached MTP"],
 )
 def test_a_nan_gradient_changes_nothing_on_any_rank(
     pool: Pool, poisoned: list[int], flags: list[str]
