@@ -16,6 +16,7 @@ README = HERE / "README.md"
 
 MUON = ["emerging-optimizers>=0.3,<0.5"]
 QUICKSTART = ["matplotlib"]
+STUDIES = QUICKSTART + ["scikit-learn"]
 DATA = ["tiktoken", "tokenizers", "zstandard", "pyarrow"]
 TEST = ["pytest", "hypothesis", "ruff", "mypy", "einops"]  # Megatron's, for optimizer instances
 
@@ -34,6 +35,7 @@ setup(
     extras_require={
         "muon": MUON,
         "quickstart": QUICKSTART,
+        "studies": STUDIES,
         "data": DATA,
         "test": TEST + MUON + QUICKSTART,
     },

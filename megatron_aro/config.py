@@ -11,12 +11,16 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Projection = Literal["sinkhorn", "rownorm", "sign", "adam"]
-Rotation = Literal["aro", "eigen", "polar", "none"]
+Rotation = Literal["aro", "eigen", "polar", "rgd", "none"]
 Orthonormalizer = Literal["scqr2", "scqr", "qr"]
 Orientation = Literal["residual", "min-side", "left", "right"]
 Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
 ExchangeDtype = Literal["fp32", "bf16"]
 ParamLayout = Literal["packed", "whole"]
+
+ADAMW = "adamw"  # among the rules of exceptions: not ARO's
+NONE = "none"
+SPLITS = ("qkv", "gate-up")
 
 
 def _setting(default: Any, help: str, choices: Any = None) -> Any:
@@ -38,7 +42,7 @@ class AROConfig:
     rotation: Rotation = _setting(
         "aro",
         "How the frame is chosen: aro looks ahead through f, eigen is one power iteration, polar "
-        "takes aro's polar factor, none does not rotate.",
+        "takes aro's polar factor, rgd climbs in ten gradient steps, none does not rotate.",
         Rotation,
     )
     qr: Orthonormalizer = _setting(
@@ -52,6 +56,18 @@ class AROConfig:
         "Which side is rotated: residual is the residual-stream side (the paper's rule), min-side "
         "the smaller one, left the rows as stored, right the columns.",
         Orientation,
+    )
+    override: str = _setting(
+        NONE,
+        "Exceptions by name, PATTERN=RULE,PATTERN=RULE...: the first pattern that fits decides. "
+        "Patterns are the shell's, for names of parameters or of the matrices in them "
+        "(*.linear_qkv.weight#v); rules are those of orientation, and adamw for parameters that "
+        "AdamW is to step, *.router.weight=adamw (Megatron only).",
+    )
+    split: str = _setting(
+        ",".join(SPLITS),
+        "Which fused weights are stepped as the matrices they hold: qkv (Q, K, V, and their gate), "
+        "gate-up (gated fc1), or none. Experts always are (Megatron only).",
     )
     beta2: float = _setting(0.95, "Decay of the second moment; projection adam only.")
     update_rms: float = _setting(
@@ -104,6 +120,31 @@ class AROConfig:
             choices = f.metadata["choices"]
             if choices:
                 self._require(f.name, choices.__contains__, f"must be one of {', '.join(choices)}")
+
+        known = (*get_args(Orientation), ADAMW)
+        for pattern, rule in self.exceptions:
+            if not pattern or rule not in known or (rule == ADAMW and "#" in pattern):
+                raise ValueError(
+                    f"ARO setting override ({flag('override')}) has {pattern}={rule}: it must be "
+                    f"PATTERN=RULE with a rule of {', '.join(known)}, and adamw for whole "
+                    "parameters, not for a part of one (#)."
+                )
+        if self.split != NONE and not set(self.splits) <= set(SPLITS):
+            raise ValueError(
+                f"ARO setting split ({flag('split')}) is {self.split!r}: it must be none, or some "
+                f"of {', '.join(SPLITS)} with commas between."
+            )
+
+    @property
+    def exceptions(self) -> tuple[tuple[str, str], ...]:
+        """(pattern, rule) of ``override``, in order."""
+        words = [] if self.override == NONE else self.override.split(",")
+        return tuple((pattern, rule) for pattern, _, rule in (w.rpartition("=") for w in words))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What is split."""
+        return () if self.split == NONE else tuple(self.split.split(","))
 
     @property
     def in_halves(self) -> bool:

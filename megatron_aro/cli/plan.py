@@ -172,6 +172,8 @@ def _override_batch(args: argparse.Namespace) -> None:
 
 def gpt_sizes(args: argparse.Namespace, config: Any) -> GPT:
     """The model that Megatron would build from these arguments."""
+    from megatron_aro.megatron.arguments import aro_config
+
     vocabulary = args.padded_vocab_size
     if not vocabulary:
         from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -209,6 +211,7 @@ def gpt_sizes(args: argparse.Namespace, config: Any) -> GPT:
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
         shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
         grouped=bool(args.moe_grouped_gemm),
+        aro=aro_config(args),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
 from megatron_aro.config import AROConfig, flag, settings
 
@@ -47,12 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def aro_config(args: argparse.Namespace) -> AROConfig:
-    """The settings in parsed arguments.
+    """The settings in parsed arguments, of this version or, in a checkpoint, of an earlier one.
 
     Raises:
         ValueError: a value is outside its range.
     """
-    return AROConfig(**{f.name: getattr(args, f"aro_{f.name}") for f in settings()})
+    values: dict[str, Any] = {f.name: getattr(args, f"aro_{f.name}", f.default) for f in settings()}
+    return AROConfig(**values)
 
 
 def ineffective_flags(args: argparse.Namespace) -> list[str]:

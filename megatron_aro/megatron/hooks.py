@@ -127,7 +127,7 @@ def _wrap_with_ddp(original: Original, *rest: Any, **kwargs: Any) -> Any:
         from megatron_aro.megatron.optimizer import tag_parameters
 
         chunks = rest[0] if rest else next(iter(kwargs.values()))
-        tag_parameters(chunks, arguments.aro_config(args).param_layout)
+        tag_parameters(chunks, arguments.aro_config(args))
     return original(*rest, **kwargs)
 
 

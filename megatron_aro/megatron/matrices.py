@@ -1,8 +1,6 @@
-"""Which Megatron parameters ARO steps, how they split into matrices, and which side is rotated.
+"""Which Megatron parameters ARO steps, and how they split into matrices.
 
-The table of the paper's rule (arXiv 2602.09006: the residual-stream dimension is the row
-dimension), by parameter name. Weights that read the residual stream are stored [out, hidden] and
-are transposed; weights that write to it are stored [hidden, in] and are not.
+Which side is rotated is decided in `megatron_aro.sharding.rules`.
 """
 
 from __future__ import annotations
@@ -12,26 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_aro.config import AROConfig
+from megatron_aro.config import AROConfig, flag
+from megatron_aro.sharding import rules
 from megatron_aro.sharding.geometry import Layout
-from megatron_aro.sharding.logical import LogicalMatrix, check_partition, stacked
+from megatron_aro.sharding.logical import LogicalMatrix, check_partition
 
-READS, WRITES = "reads residual", "writes residual"
-
-# The first pattern that matches the end of a name decides. A digit after "weight" is a grouped
-# expert (transformer-engine's weight0..N).
-_ROLES: tuple[tuple[str, str], ...] = (
-    (r"\.linear_qkv\.weight", READS),
-    (r"\.linear_proj\.weight", WRITES),
-    (r"\.linear_fc1\.weight\d*", READS),
-    (r"\.linear_fc2\.weight\d*", WRITES),
-    (r"\.router\.weight", READS),
-    (r"\.shared_experts\.gate_weight", READS),
-    (r"\.linear_(q_proj|q_down_proj|kv_down_proj)\.weight", READS),  # MLA; up-projections do not
-    (r"\.in_proj\.weight", READS),  # Mamba
-    (r"\.out_proj\.weight", WRITES),
-    (r"\.eh_proj\.weight", WRITES),  # multi-token prediction
-)
 _VOCABULARY = re.compile(r"(word_embeddings|position_embeddings|output_layer)\.weight$")
 
 
@@ -51,12 +34,17 @@ class Placement:
     note: str = ""
 
 
-def is_aro_parameter(name: str, parameter: torch.Tensor) -> bool:
-    """Hybrid mode: hidden matrices are ARO's; vocabulary and 1-D parameters are AdamW's."""
+def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Hybrid mode: these are ARO's; vocabulary and 1-D parameters are AdamW's."""
     if getattr(parameter, "is_embedding_or_output_parameter", False) or _VOCABULARY.search(name):
         return False
     # Three dimensions: all experts of one layer fused into one weight.
     return parameter.dim() == 2 or (parameter.dim() == 3 and ".experts." in name)
+
+
+def is_aro_parameter(name: str, parameter: torch.Tensor, aro: AROConfig) -> bool:
+    """Whether ARO steps it: a hidden matrix that no exception sends to AdamW."""
+    return is_hidden_matrix(name, parameter) and not rules.is_adamws(name, aro)
 
 
 def place(
@@ -75,33 +63,30 @@ def place(
     """
     axis = _sharded_axis(parameter) if tp > 1 else None
     shape = tuple(n * tp if i == axis else n for i, n in enumerate(parameter.shape))
-    if not is_aro_parameter(name, parameter):
+    if not is_aro_parameter(name, parameter, aro):
         return Placement(name, shape, Layout(shape[0], tp, axis))
     if axis is not None and len(shape) == 3:
         raise ValueError(f"{name}: experts fused into one weight cannot be tensor parallel yet.")
-    role = next((role for pattern, role in _ROLES if re.search(pattern + "$", name)), None)
     experts = shape[0] if len(shape) == 3 else 1
     rows, columns = shape[-2:]
-
-    parts = _parts(name, rows, model_config)
-    blocks = 2 if axis == 0 and "gate" in parts and "q" not in parts else 1
-    matrices, note = [], ""
-    for expert in range(experts):
-        for part, intervals in parts.items():
-            labels = ([f"expert{expert}"] if experts > 1 else []) + ([part] if part else [])
-            height = sum(stop - start for start, stop in intervals)
-            transposed, note = _orientation(aro.orientation, role, height, columns)
-            matrices.append(
-                LogicalMatrix(
-                    name="#".join([name, *labels]),
-                    parameter=name,
-                    intervals=tuple((expert * rows + a, expert * rows + b) for a, b in intervals),
-                    columns=columns,
-                    transposed=transposed,
-                )
-            )
+    gated = _is_gated(name, model_config)
+    blocks = 2 if gated and axis == 0 else 1
+    parts = _parts(name, rows, gated, model_config, aro)
+    if blocks == 2 and len(parts) == 1:
+        raise ValueError(
+            f"{name}: {flag('split')} without gate-up makes gate and up one matrix, of which each "
+            "tensor-parallel rank has two stretches: split them, or do without tensor parallelism."
+        )
+    of_all = {
+        "#".join([f"expert{expert}"] * (experts > 1) + [part] * bool(part)): tuple(
+            (expert * rows + a, expert * rows + b) for a, b in intervals
+        )
+        for expert in range(experts)
+        for part, intervals in parts.items()
+    }
+    matrices, note = rules.matrices(name, of_all, columns, aro)
     check_partition(name, experts * rows, matrices)
-    return Placement(name, shape, Layout(experts * rows, tp, axis, blocks), tuple(matrices), note)
+    return Placement(name, shape, Layout(experts * rows, tp, axis, blocks), matrices, note)
 
 
 def _sharded_axis(parameter: torch.Tensor) -> int | None:
@@ -111,7 +96,12 @@ def _sharded_axis(parameter: torch.Tensor) -> int | None:
     return parameter.partition_dim  # type: ignore[attr-defined]
 
 
-def _parts(name: str, rows: int, model_config: object) -> dict[str, tuple[tuple[int, int], ...]]:
+def _is_gated(name: str, model_config: object) -> bool:
+    gated = getattr(model_config, "gated_linear_unit", False)
+    return gated and re.search(r"\.linear_fc1\.weight\d*$", name) is not None
+
+
+def _parts(name: str, rows: int, gated: bool, model_config: object, aro: AROConfig) -> rules.Parts:
     """Row intervals of the parts of one (expert's) weight; one part, "", if it is not split."""
     if name.endswith(".linear_qkv.weight"):
         head = model_config.kv_channels  # type: ignore[attr-defined]
@@ -120,20 +110,7 @@ def _parts(name: str, rows: int, model_config: object) -> dict[str, tuple[tuple[
         sizes = {"q": queries, "k": head, "v": head}
         if getattr(model_config, "attention_output_gate", False):
             sizes = {"q": queries, "gate": queries, "k": head, "v": head}
-        return stacked(sizes, repeats=groups)
-    gated = getattr(model_config, "gated_linear_unit", False)
-    if gated and re.search(r"\.linear_fc1\.weight\d*$", name):
-        return stacked({"gate": rows // 2, "up": rows - rows // 2})
+        return rules.fused(aro, "qkv", sizes, repeats=groups)
+    if gated:
+        return rules.fused(aro, "gate-up", {"gate": rows // 2, "up": rows - rows // 2})
     return {"": ((0, rows),)}
-
-
-def _orientation(rule: str, role: str | None, rows: int, columns: int) -> tuple[bool, str]:
-    """(transposed, note) of one matrix [rows, columns] under an orientation rule."""
-    if rule == "left":
-        return False, ""
-    if rule == "right":
-        return True, ""
-    if rule == "residual" and role is not None:
-        return role == READS, ""
-    note = "" if rule == "min-side" else "not in the table of residual weights: smaller side"
-    return columns < rows, note

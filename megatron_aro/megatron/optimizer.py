@@ -33,14 +33,14 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamWithN
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
-from megatron_aro.config import AROConfig, ParamLayout
+from megatron_aro.config import AROConfig
 from megatron_aro.megatron import param_layout
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.chain import AROChainedOptimizer
 from megatron_aro.megatron.grids import Grid, make_grids
-from megatron_aro.megatron.matrices import Placement, is_aro_parameter, place
+from megatron_aro.megatron.matrices import Placement, is_aro_parameter, is_hidden_matrix, place
 from megatron_aro.megatron.monitor import Monitor
-from megatron_aro.megatron.names import canonical_name, trainable_parameters
+from megatron_aro.megatron.names import trainable_parameters
 from megatron_aro.megatron.report import print_padding, print_placements, whole_model
 from megatron_aro.megatron.wrappers import (
     ARODistributedOptimizer,
@@ -53,6 +53,7 @@ from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.cost import batch_limit, rates_of, seconds
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
+from megatron_aro.sharding.rules import check_used, unused
 
 
 @dataclasses.dataclass
@@ -82,17 +83,21 @@ class AROOptimizerConfig(OptimizerConfig):
 Groups = dict[tuple[bool, bool], list[dict[str, Any]]]
 
 
-def tag_parameters(model_chunks: Sequence[torch.nn.Module], layout: ParamLayout = "packed") -> None:
+def tag_parameters(model_chunks: Sequence[torch.nn.Module], aro: AROConfig | None = None) -> None:
     """Mark which parameters are ARO's and how they are laid out, before DDP builds flat buffers.
 
     Megatron's DDP puts parameters into separate buffers by the attribute that its layer-wise
     optimizer uses; each of the two sub-optimizers then owns whole buffers.
+
+    Args:
+        aro: the settings that `get_aro_optimizer` will have; None for the default ones.
     """
+    aro = aro or AROConfig()
     for name, parameter in trainable_parameters(model_chunks):
-        is_aro = is_aro_parameter(name, parameter)
+        is_aro = is_aro_parameter(name, parameter, aro)
         parameter.is_managed_by_layer_wise_optimizer = is_aro  # type: ignore[attr-defined]
         if is_aro:
-            param_layout.tag(parameter, layout)
+            param_layout.tag(parameter, aro.param_layout)
 
 
 def get_aro_optimizer(
@@ -113,7 +118,7 @@ def get_aro_optimizer(
         RuntimeError: a trainable parameter would have no optimizer, or two.
     """
     aro = getattr(config, "aro", None) or AROConfig()
-    groups = _param_groups(config, model_chunks, config_overrides)
+    groups = _param_groups(config, model_chunks, config_overrides, aro)
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
         _check_tags(model_chunks, groups)
@@ -123,6 +128,7 @@ def get_aro_optimizer(
     )
     _check_some_matrix(groups, grids[False].model)
     placements = _place_all(model_chunks, aro, grids)
+    _check_exceptions(placements, aro)
 
     wrapped = []
     of_aro: dict[bool, MegatronOptimizer] = {}
@@ -178,16 +184,41 @@ def _place_all(
     return placed
 
 
+def _check_exceptions(placements: dict[bool, Placed], aro: AROConfig) -> None:
+    """An exception by name must fit something, on whichever rank.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if not aro.exceptions:
+        return
+    mine = (
+        (placement.name, placement.matrices)
+        for of in placements.values()
+        for parameter, placement in of
+        if is_hidden_matrix(placement.name, parameter)
+    )
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, unused(aro, mine))
+    check_used({p: rule for p, rule in everyone[0].items() if all(p in of for of in everyone)})
+
+
 def _param_groups(
-    config: OptimizerConfig, model_chunks: list, overrides: dict[ParamKey, Any] | None
+    config: OptimizerConfig,
+    model_chunks: list,
+    overrides: dict[ParamKey, Any] | None,
+    aro: AROConfig,
 ) -> Groups:
     """Megatron's parameter groups by (ARO's, experts'), the same kinds on all ranks."""
     if overrides is None:
         overrides = get_standard_config_overrides(config)
     check_config_overrides_consistency(config, overrides)
-    is_aro = ParamWithNamePredicate(
-        name="aro", fn=lambda parameter, name: is_aro_parameter(canonical_name(name), parameter)
-    )
+    stepped = {  # by identity: Megatron asks with names that are numbered within a stage
+        id(parameter)
+        for name, parameter in trainable_parameters(model_chunks)
+        if is_aro_parameter(name, parameter, aro)
+    }
+    is_aro = ParamWithNamePredicate(name="aro", fn=lambda parameter, _: id(parameter) in stepped)
     overrides = {**overrides, ParamKey(with_name_predicate=is_aro): {"optimizer": NAME}}
     groups: Groups = {}
     for group in _get_param_groups(model_chunks, config, overrides):

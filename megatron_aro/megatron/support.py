@@ -6,10 +6,12 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from megatron.core.package_info import __version__ as megatron_version
 
+from megatron_aro.config import ADAMW, flag
 from megatron_aro.megatron import arguments
 
 TESTED_MEGATRON = ("0.19.2",)
@@ -195,13 +197,13 @@ def check_numbers(args: argparse.Namespace) -> None:
             value = getattr(args, name, None)
             if value is not None and not 0 <= value < limit:
                 rule = "finite" if limit == math.inf else "below 1"
-                flag = "--" + name.replace("_", "-")
-                raise RefusedError(f"{flag} is {value}: it must be {rule} and not negative.")
+                megatrons = "--" + name.replace("_", "-")
+                raise RefusedError(f"{megatrons} is {value}: it must be {rule} and not negative.")
     for name in _AT_LEAST_ONE:
         value = getattr(args, name, None)
         if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
-            raise RefusedError(f"{flag} is {value}: it must be at least 1.")
+            megatrons = "--" + name.replace("_", "-")
+            raise RefusedError(f"{megatrons} is {value}: it must be at least 1.")
     try:
         arguments.aro_config(args)
     except ValueError as error:
@@ -225,7 +227,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
-_FIXED = ("projection", "rotation", "orientation")
+_FIXED = ("projection", "rotation", "orientation", "override", "split")
 # What fixes pieces of flat buffers, and the files of format torch.
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -269,6 +271,13 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
         )
     _check_layout(args, saved, state.get("content_metadata"))
     changed = changed_settings(args, saved)
+    before, now = _adamws(saved), _adamws(args)
+    if saved.optimizer == args.optimizer and before != now:
+        raise RefusedError(
+            f"The checkpoint's run sent {before} to AdamW with --aro-override, this one {now}: go "
+            "on as it was, since a parameter has the state of one optimizer, or take the weights "
+            "alone with --no-load-optim."
+        )
     restartable = args.aro_init_rotation and state.get("content_metadata") is not None
     if changed and not restartable:
         raise RefusedError(
@@ -281,12 +290,19 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
 
 def changed_settings(args: argparse.Namespace, saved: argparse.Namespace) -> list[str]:
     """The settings that decide what a rotation is of, as "flag from this to that"."""
+    if saved.optimizer != arguments.NAME:
+        return []
+    before, now = (asdict(arguments.aro_config(x)) for x in (saved, args))
     return [
-        f"--aro-{name} from {getattr(saved, f'aro_{name}')} to {getattr(args, f'aro_{name}')}"
+        f"{flag(name)} from {before[name]} to {now[name]}"
         for name in _FIXED
-        if saved.optimizer == arguments.NAME
-        and getattr(saved, f"aro_{name}") != getattr(args, f"aro_{name}")
+        if before[name] != now[name]
     ]
+
+
+def _adamws(args: argparse.Namespace) -> str:
+    exceptions = arguments.aro_config(args).exceptions
+    return ", ".join(sorted(pattern for pattern, rule in exceptions if rule == ADAMW)) or "nothing"
 
 
 def _check_change(

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation.orthonormal import Orthonormal, cholesky_pass, is_orthonormal
 from megatron_aro.rotation.projections import sinkhorn_scales
-from megatron_aro.rotation.scaling import divide_or_zero, zero_small_columns
+from megatron_aro.rotation.scaling import reciprocal_or_zero, zero_small_columns
 
 # Added to the unit diagonal of the scaled S: above the rounding of its float32 sums, so that a
 # singular one has a factor too.
@@ -46,7 +46,7 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     _, q2 = sinkhorn_scales(x_bmn, config.sinkhorn_iters)
     x_bmn *= q2.sqrt().sqrt()
     norms = torch.linalg.vector_norm(x_bmn, dim=2, keepdim=True)
-    inverse = divide_or_zero(1.0, norms)
+    inverse = reciprocal_or_zero(norms)
     x_bmn *= inverse
     s = x_bmn @ x_bmn.mT
     del x_bmn
@@ -58,7 +58,7 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     n_bmm.diagonal(dim1=1, dim2=2).fill_(1.0)
     a = r_bmm @ n_bmm
     del factor, n_bmm
-    a *= divide_or_zero(1.0, torch.linalg.vector_norm(a, dim=1, keepdim=True))
+    a *= reciprocal_or_zero(torch.linalg.vector_norm(a, dim=1, keepdim=True))
     q, failed = cholesky_pass(a, config.scqr_eps / a.shape[2])
     return Orthonormal(q, (info != 0) | failed | ~is_orthonormal(q))
 

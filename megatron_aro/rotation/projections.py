@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation.scaling import divide_or_zero, to_unit_scale, zero_small_columns
+from megatron_aro.rotation.scaling import reciprocal_or_zero, to_unit_scale, zero_small_columns
 
 ADAM_EPS = 1e-8
 
@@ -61,8 +61,8 @@ def sinkhorn_scales(x_bkn: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     q2 = torch.ones_like(x_bkn[:, :1, :])
     for _ in range(iterations):
         p2, q2 = (
-            divide_or_zero(1.0, squares @ q2.mT),
-            divide_or_zero(1.0, p2.mT @ squares),
+            reciprocal_or_zero(squares @ q2.mT),
+            reciprocal_or_zero(p2.mT @ squares),
         )
     return p2, q2
 
@@ -70,7 +70,7 @@ def sinkhorn_scales(x_bkn: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
 def rownorm(x_bkn: Tensor) -> Tensor:
     """sqrt(n) X_i / ||X_i||, and 0 for a zero row."""
     norms = torch.linalg.vector_norm(x_bkn, dim=2, keepdim=True)
-    return x_bkn * divide_or_zero(math.sqrt(x_bkn.shape[2]), norms)
+    return x_bkn * reciprocal_or_zero(norms / math.sqrt(x_bkn.shape[2]))
 
 
 def adam(x_bkn: Tensor, second_moment: Tensor, beta2: float) -> tuple[Tensor, Tensor]:

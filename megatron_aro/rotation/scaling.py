@@ -54,6 +54,6 @@ def zero_small_columns(x_bkn: Tensor) -> Tensor:
     return x_bkn.masked_fill(norms < ZERO_COLUMN * whole, 0.0)
 
 
-def divide_or_zero(a: float, b: Tensor) -> Tensor:
-    """``a / b``, and 0 where b is 0."""
-    return (a / b).masked_fill_(b == 0, 0.0)
+def reciprocal_or_zero(b: Tensor) -> Tensor:
+    """``1 / b`` for b >= 0, and 0 where b is zero or denormal, whose reciprocal may overflow."""
+    return b.reciprocal().masked_fill_(b < torch.finfo(b.dtype).tiny, 0.0)

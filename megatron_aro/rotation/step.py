@@ -25,14 +25,13 @@ from megatron_aro.rotation.orthonormal import (
     first_attempt,
     householder,
 )
-from megatron_aro.rotation.policies import target
-from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
+from megatron_aro.rotation.policies import into_frame, target
+from megatron_aro.rotation.precision import ieee_products, product
 from megatron_aro.rotation.projections import project
 from megatron_aro.rotation.scaling import (
     DTYPES,
     largest_entry,
     reciprocal_power_of_two,
-    zero_small_rows,
 )
 
 # What each entry of the fall-back counts counts: matrices orthonormalised; of these, saved by an
@@ -143,7 +142,7 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
             q, failed_b = fast.attempt(batch.rotation, batch.momentum, frame.factor, config)
         elif in_frame.covers(config, batch.rotation):
             q, failed_b = in_frame.attempt(
-                batch.rotation, _into_frame(batch.rotation, frame.momentum(batch), config), config
+                batch.rotation, into_frame(batch.rotation, frame.momentum(batch), config), config
             )
         else:
             q, failed_b = first_attempt(_look_ahead(batch, frame, config), config)
@@ -236,7 +235,7 @@ def _extra_pass(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonor
     if fast.covers(config, part.momentum):
         return fast.extra_pass(r, part.momentum, frame.factor, config)
     if in_frame.covers(config, r):
-        return in_frame.extra_pass(r, _into_frame(r, frame.momentum(part), config), config)
+        return in_frame.extra_pass(r, into_frame(r, frame.momentum(part), config), config)
     return extra_pass(_look_ahead(part, frame, config), config)
 
 
@@ -273,27 +272,18 @@ def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:
 
 def _look_ahead(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Tensor:
     """Step 2: A [b, m, k] in the old frame; the state of f is not advanced."""
-    m_bmn = frame.momentum(batch)
-    x_bkn = _into_frame(batch.rotation, m_bmn, config)
-    f_bkn = x_bkn
-    if config.rotation != "eigen":
-        f_bkn, _ = project(x_bkn, config, batch.second_moment, frame.scale)
-    return target(batch.rotation, m_bmn, x_bkn, f_bkn, config)
 
+    def f(x_bkn: Tensor) -> Tensor:
+        return project(x_bkn, config, batch.second_moment, frame.scale)[0]
 
-def _into_frame(r_bmk: Tensor, m_bmn: Tensor, config: AROConfig) -> Tensor:
-    """R^T M, rows that are nothing but the rounding of this product set to zero (spec, orth)."""
-    u = unit_roundoff(m_bmn, config.precision)
-    norm = torch.linalg.vector_norm(m_bmn, dim=(1, 2), keepdim=True)
-    threshold = norm * (2.0 * u / math.sqrt(m_bmn.shape[1]))
-    return zero_small_rows(product(r_bmk.mT, m_bmn, config.precision), threshold)
+    return target(batch.rotation, frame.momentum(batch), f, config)
 
 
 def _update(batch: MatrixBatch, frame: _Frame, config: AROConfig) -> Tensor:
     """Steps 4 and 5: U [b, m, n] in the frame that the rotation now holds."""
     y = frame.momentum(batch)
     if config.rotation != "none":
-        y = _into_frame(batch.rotation, y, config)
+        y = into_frame(batch.rotation, y, config)
     d, v = project(y, config, batch.second_moment, frame.scale)
     if v is not None:
         assert batch.second_moment is not None

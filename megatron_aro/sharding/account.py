@@ -28,6 +28,7 @@ from megatron_aro.sharding.geometry import Layout, Part, parts
 from megatron_aro.sharding.gpt import GPT, Chunk, Parameter, Split, chunk_parameters
 from megatron_aro.sharding.logical import Interval, LogicalMatrix
 from megatron_aro.sharding.plan import Plan, Sharded, make_plan
+from megatron_aro.sharding.rules import check_used, unused
 from megatron_aro.sharding.traffic import traffic
 
 
@@ -158,6 +159,9 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
 
     Args:
         pipeline: the chunks of each stage.
+
+    Raises:
+        ValueError: an exception by name fits nothing, or a matrix does not lie in a rank as one.
     """
     planned: dict[tuple, list[Figures]] = {}
     ranks: list[Figures] = []
@@ -173,6 +177,7 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
         ranks += planned[key]
     whole = Chunk(tuple(range(gpt.layers)), first=True, last=True)
     everything = chunk_parameters(gpt, whole, Split())
+    check_used(unused(gpt.aro, ((p.name, p.matrices) for p in everything if p.hidden)))
     aro = [parameter for parameter in everything if parameter.matrices]
     return Account(
         parameters=sum(parameter.numel for parameter in everything),

@@ -1,8 +1,8 @@
 """The parameters of a Megatron GPT from its sizes alone: names, shapes, layouts, ARO's matrices.
 
 In the order in which Megatron's modules list them, for a rank of a pipeline stage. Names, splits
-and orientations (the rule `residual`) are those of `megatron_aro.megatron.matrices`, except that
-layers and experts are numbered through the whole model; a test compares both with real models.
+and orientations are those of `megatron_aro.megatron.matrices`; a test compares both with real
+models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megatron_aro.config import AROConfig
+from megatron_aro.sharding import rules
 from megatron_aro.sharding.geometry import Layout
-from megatron_aro.sharding.logical import LogicalMatrix, stacked
+from megatron_aro.sharding.logical import LogicalMatrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class GPT:
         experts, moe_ffn: of such a layer; shared_ffn: of its shared expert, 0 for none;
             shared_gate: that has a gate.
         grouped: transformer-engine's order and names of experts (weight0..N).
+        aro: by which its matrices are split and oriented.
     """
 
     layers: int
@@ -55,6 +58,7 @@ class GPT:
     shared_ffn: int = 0
     shared_gate: bool = False
     grouped: bool = False
+    aro: AROConfig = AROConfig()
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Parameter:
         layout: its tensor-parallel cut; rows are shape[0].
         expert: it lives in the experts' groups and buffers.
         matrices: ARO's; empty for AdamW's.
+        hidden: it is ARO's, or would be without an exception by name.
     """
 
     name: str
@@ -106,6 +111,7 @@ class Parameter:
     layout: Layout
     expert: bool = False
     matrices: tuple[LogicalMatrix, ...] = ()
+    hidden: bool = False
 
     @property
     def numel(self) -> int:
@@ -175,8 +181,9 @@ def _layer(gpt: GPT, layer: int, split: Split, ep_rank: int) -> Iterator[Paramet
     if not gpt.attention_gate:
         del sizes["gate"]
     yield from _rows(
+        gpt,
         attention + "linear_qkv",
-        stacked(sizes, repeats=gpt.groups),
+        rules.fused(gpt.aro, "qkv", sizes, repeats=gpt.groups),
         hidden,
         Layout(gpt.groups * sum(sizes.values()), split.tp, 0),
         bias=gpt.linear_bias or gpt.qkv_bias,
@@ -195,6 +202,7 @@ def _layer(gpt: GPT, layer: int, split: Split, ep_rank: int) -> Iterator[Paramet
 def _moe(gpt: GPT, prefix: str, split: Split, ep_rank: int) -> Iterator[Parameter]:
     hidden = gpt.hidden
     yield from _rows(
+        gpt,
         prefix + "router",
         {"": ((0, gpt.experts),)},
         hidden,
@@ -219,9 +227,8 @@ def _moe(gpt: GPT, prefix: str, split: Split, ep_rank: int) -> Iterator[Paramete
     if gpt.shared_ffn:
         shared = prefix + "shared_experts."
         if gpt.shared_gate:
-            name = shared + "gate_weight"
-            gate = LogicalMatrix(name, name, ((0, 1),), hidden, transposed=True)
-            yield Parameter(name, (1, hidden), Layout(1, split.tp, None), matrices=(gate,))
+            layout = Layout(1, split.tp, None)
+            yield _matrix(gpt, shared + "gate_weight", {"": ((0, 1),)}, hidden, layout)
         yield from _fc1(gpt, shared + "linear_fc1", gpt.shared_ffn, split.tp)
         yield from _columns(gpt, shared + "linear_fc2", hidden, gpt.shared_ffn, split.tp)
 
@@ -229,17 +236,21 @@ def _moe(gpt: GPT, prefix: str, split: Split, ep_rank: int) -> Iterator[Paramete
 def _fc1(
     gpt: GPT, module: str, ffn: int, tp: int, expert: bool = False, suffix: str = ""
 ) -> Iterator[Parameter]:
-    """Reads the residual stream: rotated on its columns."""
-    sizes = {"gate": ffn, "up": ffn} if gpt.gated else {"": ffn}
-    layout = Layout(ffn * len(sizes), tp, 0, len(sizes))
+    """Reads the residual stream."""
+    parts: rules.Parts = {"": ((0, ffn),)}
+    if gpt.gated:
+        parts = rules.fused(gpt.aro, "gate-up", {"gate": ffn, "up": ffn})
+    blocks = 2 if gpt.gated else 1
+    layout = Layout(ffn * blocks, tp, 0, blocks)
     yield from _rows(
-        module, stacked(sizes), gpt.hidden, layout, gpt.linear_bias, expert=expert, suffix=suffix
+        gpt, module, parts, gpt.hidden, layout, gpt.linear_bias, expert=expert, suffix=suffix
     )
 
 
 def _rows(
+    gpt: GPT,
     module: str,
-    parts: dict[str, tuple],
+    parts: rules.Parts,
     columns: int,
     layout: Layout,
     bias: bool,
@@ -247,12 +258,7 @@ def _rows(
     suffix: str = "",
 ) -> Iterator[Parameter]:
     """A layer that reads the residual stream, cut by rows if at all."""
-    name = f"{module}.weight{suffix}"
-    matrices = tuple(
-        LogicalMatrix(f"{name}#{part}" if part else name, name, rows, columns, transposed=True)
-        for part, rows in parts.items()
-    )
-    yield Parameter(name, (layout.rows, columns), layout, expert, matrices)
+    yield _matrix(gpt, f"{module}.weight{suffix}", parts, columns, layout, expert)
     if bias:
         yield Parameter(f"{module}.bias{suffix}", (layout.rows,), layout, expert)
 
@@ -266,12 +272,21 @@ def _columns(
     expert: bool = False,
     suffix: str = "",
 ) -> Iterator[Parameter]:
-    """A layer that writes to the residual stream, cut by columns: rotated as stored."""
-    name = f"{module}.weight{suffix}"
-    matrix = LogicalMatrix(name, name, ((0, rows),), columns, transposed=False)
-    yield Parameter(name, (rows, columns), Layout(rows, tp, 1), expert, (matrix,))
+    """A layer that writes to the residual stream, cut by columns."""
+    parts: rules.Parts = {"": ((0, rows),)}
+    yield _matrix(gpt, f"{module}.weight{suffix}", parts, columns, Layout(rows, tp, 1), expert)
     if gpt.linear_bias:
         yield Parameter(f"{module}.bias{suffix}", (rows,), Layout(rows, tp, None), expert)
+
+
+def _matrix(
+    gpt: GPT, name: str, parts: rules.Parts, columns: int, layout: Layout, expert: bool = False
+) -> Parameter:
+    """A hidden matrix: ARO's, unless an exception sends it to AdamW."""
+    matrices: tuple[LogicalMatrix, ...] = ()
+    if not rules.is_adamws(name, gpt.aro):
+        matrices, _ = rules.matrices(name, parts, columns, gpt.aro)
+    return Parameter(name, (layout.rows, columns), layout, expert, matrices, hidden=True)
 
 
 def _norm(gpt: GPT, module: str, size: int) -> Iterator[Parameter]:

@@ -57,8 +57,23 @@ def _groups(wrapped: Any) -> Any:
                 yield parameter, group
 
 
-def train_recorded(argv: list[str]) -> dict[str, Any]:
+def endure(name: str, gradient: torch.Tensor, step: int) -> None:
+    """Make gradients of layer 1 what no sane training gives, each weight in its way."""
+    if ".layers.1." not in name:
+        return
+    if "linear_qkv" in name:  # rank one, equal rows, and almost too large for float32
+        gradient.fill_(1e38)
+    elif "linear_proj" in name or ("linear_fc1" in name and step >= 2):  # never, no longer
+        gradient.zero_()
+    elif "linear_fc2" in name:  # a momentum of denormals at first
+        gradient.sign_().mul_(1e-37)
+
+
+def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
     """Train, one matrix at a time and in chunks, and record what this rank's part of ARO was given.
+
+    Args:
+        hardship: whether gradients go through `endure` first.
 
     Returns:
         result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
@@ -93,6 +108,9 @@ def train_recorded(argv: list[str]) -> dict[str, Any]:
                 "steps": [],
             },
         )
+        if hardship:
+            for name, main in self._main.items():
+                endure(name, main.grad, len(mine["steps"]))
         gradients = {name: main.grad.flatten().clone() for name, main in self._main.items()}
         rates = {(g["lr"], g["weight_decay"]) for g in self.param_groups}
         mine["steps"].append((gradients, *rates.pop()))
@@ -188,6 +206,24 @@ def train_with_lost_parameter(argv: list[str]) -> int:
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two sets of tensors are the same, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_frozen(argv: list[str], module: str) -> Any:
+    """Train and watch, with one weight of all layers frozen; returns a TrainResult."""
+    from logical_state import train_watched
+
+    from megatron_aro.megatron import optimizer
+    from megatron_aro.megatron.names import trainable_parameters
+
+    tag = optimizer.tag_parameters
+
+    def freeze(chunks: list, *args: Any) -> None:
+        for name, parameter in trainable_parameters(chunks):
+            parameter.requires_grad_(not name.endswith(f".{module}.weight"))
+        tag(chunks, *args)
+
+    optimizer.tag_parameters = freeze
+    return train_watched(argv)
 
 
 def train_without_matrices(argv: list[str]) -> int:

@@ -45,6 +45,8 @@ def test_every_setting_has_a_flag_that_reaches_it(parse):
         "scqr_eps": 1e-6,
         "workspace_mib": 64,
         "monitor_interval": 100,
+        "override": "*.router.weight=adamw,*.linear_qkv.weight#v=left",
+        "split": "qkv",
     }
     for f in settings():
         choices = f.metadata["choices"]
@@ -129,6 +131,11 @@ def test_compared_runs_may_share_the_monitors_flag(parse, recwarn):
         ("--aro-sinkhorn-iters", "0"),
         ("--aro-scqr-eps", "0"),
         ("--aro-beta2", "-1"),
+        ("--aro-override", "*.linear_proj.weight=up"),
+        ("--aro-override", "=left"),
+        ("--aro-override", "*.linear_proj.weight=left,"),
+        ("--aro-override", "*.linear_qkv.weight#q=adamw"),
+        ("--aro-split", "heads"),
         ("--weight-decay", "-0.1"),
         ("--lr", "-1"),
         ("--lr", "inf"),

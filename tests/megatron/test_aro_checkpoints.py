@@ -15,6 +15,8 @@ from megatron_aro.cli.inspect import inspect
 RUN = [*ARO, "--train-iters", "6", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
+MIXED = ["--aro-override", "*.linear_proj.weight=right", "--aro-split", "qkv"]
+PROJ_TO_ADAMW = ["--aro-override", "*.linear_proj.weight=adamw", "--aro-init-rotation", "qr"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
@@ -46,11 +48,14 @@ CASES = {
         [*GATED, *PP2, *DISTRIBUTED, "--pipeline-model-parallel-layout", "Ett|L"],
     ),
     "experts, distributed": (2, [*MOE, *DISTRIBUTED]),
-    "projection adam": (1, [*GATED, "--aro-projection", "adam"]),
+    "projection adam, distributed": (2, [*GATED, *DISTRIBUTED, "--aro-projection", "adam"]),
     "torch, TP 2": (2, [*GATED, *TORCH, *TP2, "--bf16"]),
     "torch, distributed": (1, [*GATED, *TORCH, *DISTRIBUTED, "--bf16"]),
     "torch, DP 2 replicated": (2, [*GATED, *TORCH]),
-    "torch, TP 2 x DP 2": (4, [*GATED, *TORCH, *TP2, *DISTRIBUTED, "--bf16"]),
+    "torch, TP 2 x DP 2, projection adam": (
+        4,
+        [*GATED, *TORCH, *TP2, *DISTRIBUTED, "--bf16", "--aro-projection", "adam"],
+    ),
     "torch, EP 2 x DP 2": (4, [*MOE, *TORCH, *EP2, *DISTRIBUTED]),
     "TP 2 x DP 2": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16"]),
     "TP 2 x DP 2, fully reshardable": (4, [*GATED, *TP2, *DISTRIBUTED, "--bf16", *RESHARDABLE]),
@@ -111,8 +116,13 @@ def test_state_of_another_optimizer_or_setting_is_refused(
         ([*aro, "--load", str(tmp_path / "adam")], "The checkpoint's optimizer is adam"),
         ([*adam, "--load", str(tmp_path / "aro")], "The checkpoint's optimizer is aro"),
         (
-            [*aro, "--load", str(tmp_path / "aro"), "--aro-orientation", "left"],
-            "--aro-orientation from residual to left",
+            [*aro, "--load", str(tmp_path / "aro"), "--aro-orientation", "left", *MIXED],
+            "--aro-orientation from residual to left, --aro-override from none to "
+            "*.linear_proj.weight=right, --aro-split from qkv,gate-up to qkv:",
+        ),
+        (
+            [*aro, "--load", str(tmp_path / "aro"), *PROJ_TO_ADAMW],
+            "sent nothing to AdamW with --aro-override, this one *.linear_proj.weight:",
         ),
         (
             [*aro, "--load", str(tmp_path / "aro"), "--aro-projection", "adam"],

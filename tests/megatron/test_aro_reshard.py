@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from aro_runs import ARO as _ARO
-from aro_runs import DISTRIBUTED, GATED, MOE, same
+from aro_runs import DISTRIBUTED, GATED, MOE, same, train_frozen
 from logical_state import logical, train_watched
 from pool import Pool
 
@@ -27,6 +28,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 BF16 = ["--bf16"]
+ADAM = ["--aro-projection", "adam"]  # whose second moment goes where the rotation goes
 
 Layout = tuple[int, list[str]]
 # (model, layout that saves, layouts that go on).
@@ -41,8 +43,8 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
             "PP 2, virtual, x DP 2": (4, [*VIRTUAL, *DISTRIBUTED]),
         },
     ),
-    "TP 2 x DP 2 replicated": (
-        DEEP,
+    "projection adam, TP 2 x DP 2 replicated": (
+        [*DEEP, *ADAM],
         (4, TP2),
         {
             "DP 4": (4, DISTRIBUTED),
@@ -80,8 +82,8 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
             "EP 2, expert TP 2": (4, [*EP2, *TP2, *DISTRIBUTED]),
         },
     ),
-    "experts, DP 3": (
-        MOE,
+    "experts, projection adam, DP 3": (
+        [*MOE, *ADAM],
         (3, DISTRIBUTED),
         {
             "EP 2, TP 2, expert TP 1": (4, [*EP2, *TP2, *ETP1, *DISTRIBUTED]),
@@ -106,7 +108,11 @@ def test_any_layout_reads_what_another_saved(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     saved = logical([rank.inspected for rank in straight])
     matrices = [name for name in saved if name.startswith("rotation.")]
-    assert len(matrices) == 2 * (3 + 1 + 1 + 4 * 3) if model is MOE else 4 * (3 + 1 + 2 + 1)
+    experts = model[: len(MOE)] == MOE
+    assert len(matrices) == (2 * (3 + 1 + 1 + 4 * 3) if experts else 4 * (3 + 1 + 2 + 1))
+    moments = [saved[name] for name in saved if name.startswith("second_moment.")]
+    assert len(moments) == (len(matrices) if ADAM[1] in model else 0)
+    assert all(moment.any() for moment in moments)
     losses = next(rank.losses for rank in straight if rank.losses)
     for name, (ranks, flags) in goes_on.items():
         load = ["--load", str(tmp_path)]
@@ -115,6 +121,28 @@ def test_any_layout_reads_what_another_saved(
         assert same(logical([rank.inspected for rank in resumed]), saved), name
         after = next(rank.losses for rank in resumed if rank.losses)
         assert after == pytest.approx(losses[3:], abs=2e-3), name
+
+
+def test_parameters_are_frozen_midway(pool: Pool, tmp_path: Path) -> None:
+    """What is left goes on from its state bit for bit; frozen weights stay as they were saved.
+
+    In all layers, which Megatron saves as one tensor of which it asks for nothing or all.
+    """
+    save = ["--save", str(tmp_path), "--save-interval", "3", *RESHARDABLE]
+    argv = [*ARO, *GATED, *DISTRIBUTED]
+    straight = pool.run(2, train_watched, [*argv, *save], iteration=3)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    saved = logical([rank.inspected for rank in straight])
+    resumed = pool.run(2, train_frozen, [*argv, "--load", str(tmp_path)], "linear_fc1")
+    assert [rank.exit_status for rank in resumed] == [0, 0]
+    left = {name: tensor for name, tensor in saved.items() if "linear_fc1" not in name}
+    assert len(saved) - len(left) == 2 * (2 + 2 * 2)  # weight, momentum; two rotations, counts
+    assert same(logical([rank.inspected for rank in resumed]), left)
+    assert len(resumed[0].losses) == 3 and resumed[0].losses[-1] < resumed[0].losses[0]
+    for rank in resumed:
+        for layer in range(2):
+            name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+            assert torch.equal(rank.weights[name], saved[f"{name}.param"])
 
 
 @pytest.mark.parametrize("form", [[], ["--ckpt-format", "torch"]], ids=["torch_dist", "torch"])

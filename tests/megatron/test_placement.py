@@ -1,5 +1,6 @@
 """Where each Megatron parameter goes: the specification's table, by the names Megatron uses."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_aro.config import AROConfig
 from megatron_aro.megatron.matrices import place
 from megatron_aro.megatron.names import canonical_name
 from megatron_aro.megatron.report import placement_table
+from megatron_aro.sharding.rules import check_used, unused
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 12, 4, 2, 3
 MODEL = SimpleNamespace(
@@ -22,11 +24,11 @@ LAYER = "decoder.layers.3."
 QKV = (HEADS + 2 * GROUPS) * HEAD
 
 
-def placed(name, *shape, model=MODEL, orientation="residual", **attributes):
+def placed(name, *shape, model=MODEL, aro=None, tp=1, **attributes):
     parameter = torch.nn.Parameter(torch.empty(shape))
     for key, value in attributes.items():
         setattr(parameter, key, value)
-    return place(name, parameter, model, AROConfig(orientation=orientation))
+    return place(name, parameter, model, AROConfig(**(aro or {})), tp)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +139,95 @@ def test_unknown_matrices_rotate_the_smaller_side_and_say_so(shape, expected):
 )
 def test_orientation_rules_override_the_table(orientation, shape):
     """left, right and min-side ignore the residual rule."""
-    matrices = placed(
-        LAYER + "mlp.linear_fc1.weight", 2 * FFN, HIDDEN, orientation=orientation
-    ).matrices
+    fc1 = LAYER + "mlp.linear_fc1.weight"
+    matrices = placed(fc1, 2 * FFN, HIDDEN, aro={"orientation": orientation}).matrices
     assert [x.shape for x in matrices] == [shape] * 2
+
+
+PROJ = LAYER + "self_attention.linear_proj.weight"
+FUSED = LAYER + "self_attention.linear_qkv.weight"
+TALL = HEADS * HEAD  # of proj, as stored
+
+
+@pytest.mark.parametrize(
+    ("override", "shape"),
+    [
+        ("*.linear_proj.weight=right", (TALL, HIDDEN)),
+        ("decoder.layers.3.*=right", (TALL, HIDDEN)),
+        ("decoder.layers.4.*=right", (HIDDEN, TALL)),
+        ("*=left,*.linear_proj.weight=right", (HIDDEN, TALL)),  # the first that fits decides
+        ("linear_proj=right", (HIDDEN, TALL)),  # a whole name
+        ("*.linear_proj.weight=min-side", (HIDDEN, TALL)),
+        ("*.linear_proj.weight=residual", (HIDDEN, TALL)),
+    ],
+)
+def test_exceptions_by_name(override, shape):
+    """They come before --aro-orientation, in their order."""
+    (matrix,) = placed(PROJ, HIDDEN, TALL, aro={"override": override}).matrices
+    assert matrix.shape == shape
+
+
+def test_an_exception_for_a_part():
+    """V alone is turned; a rule for the weight holds for all of its parts."""
+    turned = {"override": "*.linear_qkv.weight#v=left,*.linear_qkv.weight=right"}
+    q, k, v = placed(FUSED, QKV, HIDDEN, aro=turned).matrices
+    assert (q.transposed, k.transposed, v.transposed) == (True, True, False)
+
+
+def test_an_exception_sends_a_parameter_to_adamw():
+    """A router, and nothing else; its shape is still known."""
+    aro = {"override": "*.router.weight=adamw"}
+    placement = placed(LAYER + "mlp.router.weight", 5, HIDDEN, aro=aro)
+    assert placement.matrices == () and placement.shape == (5, HIDDEN)
+    assert placed(PROJ, HIDDEN, TALL, aro=aro).matrices
+
+
+@pytest.mark.parametrize(
+    ("split", "qkv", "fc1"),
+    [("none", 1, 1), ("qkv", 3, 1), ("gate-up", 1, 2), ("gate-up,qkv", 3, 2)],
+)
+def test_what_is_not_split_is_one_matrix(split, qkv, fc1):
+    """With all rows of the parameter, in the parameter's name; experts stay apart."""
+    aro = {"split": split}
+    whole = placed(FUSED, QKV, HIDDEN, aro=aro).matrices
+    assert len(whole) == qkv and sum(x.rows for x in whole) == QKV
+    assert (whole[0].name == FUSED) == (qkv == 1)
+    assert len(placed(LAYER + "mlp.linear_fc1.weight", 2 * FFN, HIDDEN, aro=aro).matrices) == fc1
+    experts = placed(LAYER + "mlp.experts.linear_fc1.weight", 3, 2 * FFN, HIDDEN, aro=aro)
+    assert len(experts.matrices) == 3 * fc1
+
+
+def test_gate_and_up_as_one_matrix_do_not_go_with_tensor_parallelism():
+    """A rank stores a stretch of each: said, with the way out."""
+    cut = {"tensor_model_parallel": True, "partition_dim": 0}
+    fc1 = (LAYER + "mlp.linear_fc1.weight", FFN, HIDDEN)
+    with pytest.raises(ValueError, match="--aro-split without gate-up.*or do without"):
+        placed(*fc1, aro={"split": "qkv"}, tp=2, **cut)
+    assert len(placed(*fc1, tp=2, **cut).matrices) == 2
+
+
+def test_exceptions_that_fit_nothing():
+    """A matrix counts, its parameter too; adamw needs a parameter, a rule something ARO steps."""
+    overrides = {
+        "*.linear_proj.weight=left": True,
+        "*.linear_qkv.weight=left": True,
+        "*#v=left": True,
+        "*v=left": True,
+        "*v=adamw": False,
+        "*.router.weight=left": False,
+        "*.linear_qkv.weight=adamw": True,
+        "embedding.*=adamw": False,
+    }
+    for override, fits in overrides.items():
+        aro = AROConfig(override=override)
+        of = [placed(PROJ, HIDDEN, TALL, aro={"override": override})]
+        of.append(placed(FUSED, QKV, HIDDEN, aro={"override": override}))
+        left = unused(aro, ((x.name, x.matrices) for x in of))
+        assert (not left) == fits, override
+        if not fits:
+            pattern, _, rule = override.partition("=")
+            with pytest.raises(ValueError, match=re.escape(f"--aro-override {override} fits no")):
+                check_used({pattern: rule})
 
 
 def test_a_weight_that_does_not_split_as_configured_is_refused():

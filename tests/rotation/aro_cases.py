@@ -23,6 +23,7 @@ from megatron_aro.rotation import (
 PROJECTIONS = get_args(aro.Projection)
 ROTATIONS = get_args(aro.Rotation)
 QRS = get_args(aro.Orthonormalizer)
+GOLDEN_ROTATIONS = [rotation for rotation in ROTATIONS if rotation != "rgd"]  # it has none
 SETTINGS = list(itertools.product(PROJECTIONS, ROTATIONS))
 SHAPES = [(1, 9), (9, 1), (1, 1), (7, 33), (33, 7), (12, 12)]
 

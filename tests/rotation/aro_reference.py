@@ -38,6 +38,12 @@ def orthonormalize(a: np.ndarray, qr: str) -> np.ndarray:
     return a
 
 
+def retract(z: np.ndarray) -> np.ndarray:
+    """QR whose upper factor has a positive diagonal."""
+    q, upper = np.linalg.qr(z)
+    return q * np.sign(np.diag(upper))
+
+
 class Reference:
     """State and steps of one oriented matrix, m x n, rows rotated."""
 
@@ -74,14 +80,31 @@ class Reference:
                 x[i] = 0
         return x
 
+    def climb(self) -> np.ndarray:
+        """Ten steps from R, the last of them not retracted."""
+        before = self.r
+        for _ in range(9):
+            self.r = retract(self.step_up())
+        moved, self.r = self.step_up(), before
+        return moved
+
+    def step_up(self) -> np.ndarray:
+        a = self.momentum @ self.project(self.into_frame())[0].T
+        inner = self.r.T @ a
+        tangent = a - self.r @ (inner + inner.T) / 2
+        return self.r + tangent / np.sum(np.linalg.svd(a, compute_uv=False) ** 4) ** 0.25
+
     def step(self, g: np.ndarray, lr: float = 1e-2, weight_decay: float = 0.1) -> np.ndarray:
         self.momentum = 0.95 * self.momentum + 0.05 * g
         if self.rotation == "none":
             d, self.v = self.project(self.momentum)
         else:
             if np.any(self.momentum):
-                x = self.into_frame()
-                a = self.momentum @ (x if self.rotation == "eigen" else self.project(x)[0]).T
+                if self.rotation == "rgd":
+                    a = self.climb()
+                else:
+                    x = self.into_frame()
+                    a = self.momentum @ (x if self.rotation == "eigen" else self.project(x)[0]).T
                 self.condition = max(self.condition, np.linalg.cond(a))
                 if self.rotation == "polar":
                     u, _, vt = np.linalg.svd(a, full_matrices=False)

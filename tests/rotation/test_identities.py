@@ -14,7 +14,9 @@ from megatron_aro.rotation import (
     new_fallback_counts,
     second_moment_shape,
 )
+from megatron_aro.rotation.projections import sinkhorn
 
+TURNING = [rotation for rotation in ROTATIONS if rotation != "none"]
 SHAPES = [(6, 15), (9, 9), (14, 6)]
 
 
@@ -89,7 +91,7 @@ def test_column_permutation(projection, rotation, shape):
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@pytest.mark.parametrize("rotation", ["aro", "eigen", "polar"])
+@pytest.mark.parametrize("rotation", TURNING)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sign_convention_of_rotation(projection, rotation, shape):
     """Sign flips of R's columns are sign flips of X's rows, and leave the update alone."""
@@ -104,7 +106,7 @@ def test_sign_convention_of_rotation(projection, rotation, shape):
 
 
 @pytest.mark.parametrize("projection, shape", CASES)
-@pytest.mark.parametrize("rotation", ["aro", "eigen", "polar"])
+@pytest.mark.parametrize("rotation", TURNING)
 def test_one_sided_rotation(projection, rotation, shape):
     """ARO rotates rows: in a frame turned by O everything turns with it (1e-10: rounding)."""
     momentum = random(2, *shape, seed=8)
@@ -115,6 +117,39 @@ def test_one_sided_rotation(projection, rotation, shape):
     update, turned = one_step(o @ momentum, o @ r, **names)
     torch.testing.assert_close(update, o @ expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(turned, o @ new, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("projection", ["sinkhorn", "rownorm", "sign"])
+@pytest.mark.parametrize("qr", ["qr", "scqr2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rgd_climbs(projection, qr, shape):
+    """On one momentum J(R) = <M, R f(R^T M)> rises and does not fall again.
+
+    For sign and rownorm, whose J is a norm of R^T M, whatever the momentum: here its columns differ
+    by 1e3 in size. For sinkhorn the gradient holds f, and J (of an f of length one, as in the
+    update) rises on momenta whose columns are alike, and stays there to 1e-3.
+    """
+    momentum = random(3, *shape, seed=15)
+    if projection != "sinkhorn":
+        momentum *= torch.logspace(0, -3, shape[1], dtype=momentum.dtype)
+    r = initial_rotation(3, *shape, dtype=momentum.dtype, device="cpu")
+
+    def height() -> torch.Tensor:
+        x = r.mT @ momentum
+        if projection == "sign":
+            return x.abs().sum((1, 2))
+        if projection == "rownorm":
+            return shape[1] ** 0.5 * torch.linalg.vector_norm(x, dim=2).sum(1)
+        f = sinkhorn(x, 5)
+        return (x * f).sum((1, 2)) / torch.linalg.vector_norm(f, dim=(1, 2))
+
+    heights = [height()]
+    for _ in range(4):
+        _, r = one_step(momentum, r, projection=projection, rotation="rgd", qr=qr)
+        heights.append(height())
+    rises = torch.stack(heights).diff(dim=0) / heights[0]
+    assert (rises[0] > 1e-3).all()
+    assert (rises > (-1e-3 if projection == "sinkhorn" else -1e-9)).all()
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)

@@ -46,13 +46,14 @@ def build(argv: list[str]) -> Built:
     from megatron.training import get_args
     from megatron.training.models import dist_utils
 
+    from megatron_aro.megatron.arguments import aro_config
     from megatron_aro.megatron.optimizer import tag_parameters
 
     found: list[Built] = []
     original = dist_utils._ddp_wrap
 
     def wrap(chunks: list, *args: Any, **kwargs: Any) -> None:
-        tag_parameters(chunks, get_args().aro_param_layout)
+        tag_parameters(chunks, aro_config(get_args()))
         found.append(_look(original(chunks, *args, **kwargs)))
         raise _BuiltError
 
@@ -72,7 +73,6 @@ def _look(wrapped: list) -> Built:
     from runs import _global_names
 
     from megatron_aro.cli import plan
-    from megatron_aro.config import AROConfig
     from megatron_aro.megatron.matrices import place
 
     args, config = get_args(), get_model_config(wrapped[0])
@@ -104,20 +104,15 @@ def _look(wrapped: list) -> Built:
 
         reals = []
         for name, parameter in chunk.named_parameters():
-            matrices = tuple(
-                LogicalMatrix(
-                    rename(m.name), rename(m.parameter), m.intervals, m.columns, m.transposed
-                )
-                for m in place(name, _whole(parameter), config, AROConfig()).matrices
-            )
+            name = rename(name)
             reals.append(
                 Real(
-                    rename(name),
+                    name,
                     tuple(parameter.shape),
                     parameter.partition_dim if _is_cut(parameter) else None,
                     parameter.partition_stride if _is_cut(parameter) else 1,
                     not getattr(parameter, "allreduce", True),
-                    matrices,
+                    place(name, _whole(parameter), config, built.gpt.aro).matrices,
                     held.get(parameter, (0, 0)),
                 )
             )

@@ -131,6 +131,31 @@ def test_bytes_are_those_of_the_exchange(grid: Grid) -> None:
         assert [moved.received("data", size), moved.received("tensor", size)] == received[t, d]
 
 
+def test_the_plan_follows_splits_and_exceptions() -> None:
+    """Routers sent to AdamW are not ARO's, QKV in one counts once, a side changes the rotation."""
+    of = {
+        name: account(replace(SIGMA, aro=AROConfig(**aro)), even_pipeline(22, 1), Run(ranks=8))
+        for name, aro in {
+            "plain": {},
+            "routers": {"override": "*.router.weight=adamw"},
+            "whole": {"split": "gate-up"},
+            "turned": {"override": "*.linear_proj.weight=right,*.experts.*.linear_fc2.*=right"},
+        }.items()
+    }
+    plain = of["plain"]
+    assert of["routers"].matrices == plain.matrices - 22
+    assert of["routers"].aro_parameters == plain.aro_parameters - 22 * 46 * 1024
+    assert of["whole"].matrices == plain.matrices - 2 * 22
+    assert of["turned"].matrices == plain.matrices
+    # fc2 of an expert turned is 512 x 1024 with a square rotation, which has half the elements.
+    kept = [sum(rank.rotation for rank in result.ranks) for result in (plain, of["turned"])]
+    assert kept[0] - kept[1] == 4 * 22 * 46 * (1024 * 512 - 512 * 512)
+    for override in ("*.router.bias=adamw", "decoder.layers.22.*=left"):
+        nothing = replace(SIGMA, aro=AROConfig(override=override))
+        with pytest.raises(ValueError, match="--aro-override .* fits no"):
+            account(nothing, even_pipeline(22, 1), Run(ranks=8))
+
+
 def test_boundary_only_gathering_moves_little() -> None:
     """Over DP at most the owned share moves each way; the gradients are many times that."""
     result = account(QWEN, even_pipeline(36, 1), Run(ranks=64, split=Split(tp=4, etp=4)))

@@ -18,20 +18,23 @@ MOE = """--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear
 WHOLE = "--aro-param-layout whole"
 TWO = "--pipeline-model-parallel-size 2"
 CASES = {
-    "biases, tied": (1, ""),
+    "biases, tied": (1, "--aro-orientation min-side"),
     "gated, GQA, odd DP": (3, f"{GATED} --global-batch-size 6"),
     "small buckets": (4, f"{GATED} --overlap-grad-reduce --ddp-bucket-size 3000"),
     "padding for bandwidth": (2, "--ddp-pad-buckets-for-high-nccl-busbw"),
-    "gated, TP over groups": (4, f"{GATED} --tensor-model-parallel-size 4"),
+    "gated, TP over groups": (4, f"{GATED} --tensor-model-parallel-size 4 --aro-split gate-up"),
     "biases, TP x DP": (4, "--tensor-model-parallel-size 2"),
     "gated, CP x DP": (4, f"{GATED} --context-parallel-size 2"),
     "tied, PP x DP": (4, TWO + " --overlap-grad-reduce --ddp-bucket-size 3000"),
     "virtual PP": (2, f"{TWO} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2"),
     "uneven PP": (2, TWO + " --num-layers 5 --decoder-first-pipeline-num-layers 2"),
     "custom PP": (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL"),
-    "gated attention": (1, GATED + " --attention-output-gate"),
-    "MoE": (2, MOE),
-    "MoE, shared gate": (1, MOE + " --moe-shared-expert-gate"),
+    "gated attention": (1, GATED + " --attention-output-gate --aro-split none"),
+    "MoE": (2, MOE + " --aro-orientation left --aro-override *.router.weight=adamw"),
+    "MoE, shared gate": (
+        1,
+        f"{MOE} --moe-shared-expert-gate --aro-override *_experts.*#up=left,*.1.linear_fc2*=right",
+    ),
     "MoE, EP x DP": (4, MOE + " --expert-model-parallel-size 2"),
     "MoE, EP x CP": (2, MOE + " --expert-model-parallel-size 2 --context-parallel-size 2"),
     "MoE, EP x expert TP": (
