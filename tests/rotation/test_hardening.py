@@ -15,6 +15,7 @@ import torch
 from aro_cases import PROJECTIONS, ROTATIONS, normal
 
 from megatron_aro.optimizer import ARO
+from megatron_aro.rotation import fast
 
 STEPS = 6
 SHAPES = [(6, 10), (10, 6), (7, 7), (1, 9), (9, 1)]  # also matrices of one row and of one column
@@ -117,6 +118,26 @@ def test_hardship_under_the_other_orthonormalisations(device: str, qr: str) -> N
     for hardship, shape in itertools.product(HARDSHIPS.values(), SHAPES):
         healthy, hard = (run(shape, device, how, qr=qr) for how in (None, hardship))
         assert all(tensor.isfinite().all() for matrix in hard for tensor in matrix)
+        for i in (0, 2):
+            assert all(torch.equal(a, b) for a, b in zip(healthy[i], hard[i], strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16x3", "fp16"])
+@pytest.mark.parametrize("qr", ["scqr2", "scqr"])
+def test_hardship_in_halves(precision: str, qr: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of `rotation.fast`, by the torch twins of its kernels; on GPUs it is the tests' own.
+
+    Updates have their size to the 1e-3 of float16 halves.
+    """
+    monkeypatch.setattr(fast, "covers", lambda config, momentum: True)
+    for hardship, shape in itertools.product(HARDSHIPS.values(), SHAPES):
+        healthy, hard = (
+            run(shape, "cpu", how, qr=qr, precision=precision) for how in (None, hardship)
+        )
+        assert all(tensor.isfinite().all() for matrix in hard for tensor in matrix)
+        if hardship is not HARDSHIPS["NaN"]:
+            expected = 0.0 if hardship in RESTING else 1.0
+            assert hard[VICTIM][-1].item() == pytest.approx(expected, abs=1e-3)
         for i in (0, 2):
             assert all(torch.equal(a, b) for a, b in zip(healthy[i], hard[i], strict=True))
 
