@@ -169,7 +169,8 @@ def search(
     parameters = 0
     settled = None  # the layout whose larger CPs are not worth trying
     for layout in _layouts(gpus, fixed, most_tp, replicated):
-        if settled == layout[:-1] or (gpt and not gpt.experts and layout.ep > 1):
+        uneven = gpt and layout.ep > 1 and (not gpt.experts or gpt.experts % layout.ep)
+        if settled == layout[:-1] or uneven:
             continue
         try:
             if gpt:
@@ -179,8 +180,7 @@ def search(
             config = plan.transformer_config(args)
             gpt = plan.gpt_sizes(args, config)
             check_division(gpt, layout)
-            if gpt.experts and layout.tp > 1 and not args.sequence_parallel:
-                raise ValueError("Experts train with TP only if --sequence-parallel is given.")
+            check_training(gpt, args)
             stages, run = plan.pipeline(config), plan.run_settings(args)
         except (ValueError, AssertionError) as error:
             refused[" ".join(str(error).split()) or repr(error)] += 1
@@ -223,15 +223,34 @@ def check_division(gpt: GPT, layout: Layout) -> None:
     Raises:
         ValueError: naming the size that does not divide.
     """
-    for what, size, ranks, kind in (
-        ("attention heads", gpt.heads, layout.tp, "TP"),
-        ("query groups", gpt.groups, layout.tp, "TP"),
-        ("elements of the MLP", gpt.ffn, layout.tp, "TP"),
-        ("elements of the shared expert", gpt.shared_ffn, layout.tp, "TP"),
-        ("experts", gpt.experts, layout.ep, "EP"),
-    ):
-        if size % ranks:
-            raise ValueError(f"{size:,} {what} do not divide by {kind} {ranks}.")
+    for what, size in {
+        "attention heads": gpt.heads,
+        "query groups": gpt.groups,
+        "elements of the MLP": gpt.ffn,
+        "elements of the shared expert": gpt.shared_ffn,
+    }.items():
+        if size % layout.tp:
+            raise ValueError(f"{size:,} {what} do not divide by TP {layout.tp}.")
+
+
+def check_training(gpt: GPT, args: argparse.Namespace) -> None:
+    """The same of what depends on more of Megatron's validated arguments.
+
+    Raises:
+        ValueError: naming the size or the flag.
+    """
+    cp, tp, etp = (
+        args.context_parallel_size,
+        args.tensor_model_parallel_size,
+        args.expert_tensor_parallel_size,
+    )
+    pieces = (2 * cp if cp > 1 else 1) * (tp if args.sequence_parallel else 1)
+    if args.seq_length % pieces:
+        raise ValueError(f"{args.seq_length:,} tokens do not divide into {pieces} pieces.")
+    if gpt.experts and gpt.moe_ffn % etp:
+        raise ValueError(f"{gpt.moe_ffn:,} elements of an expert do not divide by expert TP {etp}.")
+    if gpt.experts and tp > 1 and not args.sequence_parallel:
+        raise ValueError("Experts train with TP only if --sequence-parallel is given.")
 
 
 def fullest(
