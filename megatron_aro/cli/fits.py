@@ -239,14 +239,10 @@ def check_training(gpt: GPT, args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the size or the flag.
     """
-    cp, tp, etp = (
-        args.context_parallel_size,
-        args.tensor_model_parallel_size,
-        args.expert_tensor_parallel_size,
-    )
-    pieces = (2 * cp if cp > 1 else 1) * (tp if args.sequence_parallel else 1)
-    if args.seq_length % pieces:
-        raise ValueError(f"{args.seq_length:,} tokens do not divide into {pieces} pieces.")
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    tokens = args.seq_length // args.context_parallel_size
+    if args.sequence_parallel and tokens % tp:
+        raise ValueError(f"{tokens:,} tokens of a sequence do not divide by TP {tp}.")
     if gpt.experts and gpt.moe_ffn % etp:
         raise ValueError(f"{gpt.moe_ffn:,} elements of an expert do not divide by expert TP {etp}.")
     if gpt.experts and tp > 1 and not args.sequence_parallel:
