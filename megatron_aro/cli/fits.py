@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What the fullest rank of a layout holds, in bytes.
+    """What a rank holds, in bytes.
 
     Attributes:
         optimizer: main parameters, AdamW's moments, ARO's momenta and rotations.
@@ -82,6 +82,7 @@ class Measured:
 
     Attributes:
         dp: data-parallel ranks.
+        memory: of the fullest rank.
         milliseconds: ARO's step of the slowest rank, predicted for H100s.
         idle: share of the time that a rank waits in the pipeline.
         tokens: "micro batch x sequence".
@@ -195,7 +196,7 @@ def search(
         measured = Measured(
             layout,
             args.data_parallel_size,
-            fullest(result, run, args, of_stage),
+            max(of_ranks(result, run, args, of_stage), key=lambda memory: memory.total),
             result.spread("milliseconds")[2],
             idle=(layout.pp - 1) / (given.virtual * given.micro_batches + layout.pp - 1),
             tokens=f"{args.micro_batch_size} x {args.seq_length:,}",
@@ -249,10 +250,10 @@ def check_training(gpt: GPT, args: argparse.Namespace) -> None:
         raise ValueError("Experts train with TP only if --sequence-parallel is given.")
 
 
-def fullest(
+def of_ranks(
     result: Account, run: Run, args: argparse.Namespace, of_stage: Sequence[float]
-) -> Memory:
-    """The memory of the rank that holds most.
+) -> list[Memory]:
+    """What each rank holds.
 
     Args:
         args: Megatron's, validated.
@@ -279,8 +280,7 @@ def fullest(
             activations=of_stage[rank // run.per_stage],
         )
 
-    ranks = (memory(rank, figures) for rank, figures in enumerate(result.ranks))
-    return max(ranks, key=lambda found: found.total)
+    return [memory(rank, figures) for rank, figures in enumerate(result.ranks)]
 
 
 def as_text(found: Search, gpus: int, gib: float, most_tp: int) -> str:
