@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import os
 import sys
@@ -78,6 +79,17 @@ def validated(
     Raises:
         ValueError, AssertionError: a flag is unknown, or Megatron or ARO refuse the settings.
     """
+    return validator(flags, world_size)(adjust)
+
+
+def validator(
+    flags: Sequence[str], world_size: int
+) -> Callable[[Callable[[argparse.Namespace], None]], argparse.Namespace]:
+    """Parse once; what is returned validates a copy, adjusted, as `validated` does.
+
+    Raises:
+        ValueError: a flag is unknown.
+    """
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     arguments = _megatron_arguments()
@@ -85,12 +97,18 @@ def validated(
     sys.argv[1:] = flags
     try:
         with quiet():
-            args = arguments.parse_args(extra_args_provider=_raise_errors)
-            adjust(args)
-            arguments.validate_args(args, dict(_ENTRY_DEFAULTS))
+            parsed = arguments.parse_args(extra_args_provider=_raise_errors)
     finally:
         sys.argv[1:] = before
-    return args
+
+    def validate(adjust: Callable[[argparse.Namespace], None]) -> argparse.Namespace:
+        args = copy.deepcopy(parsed)
+        with quiet():
+            adjust(args)
+            arguments.validate_args(args, dict(_ENTRY_DEFAULTS))
+        return args
+
+    return validate
 
 
 def _megatron_arguments() -> Any:

@@ -2,6 +2,7 @@
 
     megatron-aro plan --world-size 64 --tp 4 -- <Megatron's model flags>
     megatron-aro plan --config configs/qwen3_8b.yaml configs/parallel/64_gpus.yaml
+    megatron-aro plan --fits --gpus 8 --gib 80 --config configs/qwen3_8b.yaml
 
 Megatron's own parser reads the flags. Times are predictions for H100s, for ARO's work alone.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +42,7 @@ _UNKNOWN = {
 }
 # Kernels that this machine may lack; parameters are the same without.
 _KERNELS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+_GPUS_OF_A_MACHINE = 8  # where no --config says
 # Figure -> (title, what one shown unit is).
 _ROWS = {
     "matrices": ("matrices owned", 1.0),
@@ -66,8 +69,19 @@ def add_parser(commands: Any) -> None:
         "plan", help="what ARO costs each rank of a layout", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
-        "--world-size", type=_positive, metavar="N", help="ranks; by default those of --config"
+        "--world-size",
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="ranks; by default those of --config",
     )
+    parser.add_argument(
+        "--fits",
+        action="store_true",
+        help="list the layouts that fit into --gib, in place of one layout's plan; sizes given by "
+        "--tp and the others are kept",
+    )
+    parser.add_argument("--gib", type=_positive_number, metavar="M", help="memory of a GPU")
     parser.add_argument(
         "--config", nargs="+", default=[], metavar="FILE", help="as for megatron-aro train"
     )
@@ -89,8 +103,11 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Plan and print.
+
+    Returns:
+        1 if no layout fits, else 0.
 
     Raises:
         ValueError, AssertionError: settings that Megatron or the plan cannot do.
@@ -98,15 +115,20 @@ def run(args: argparse.Namespace) -> None:
     given = parsing.read_configs(args.config, unset=lambda name, where: None)
     if args.world_size is None and not given.launch:
         raise ValueError("How many ranks? Give --world-size, or a --config with LAUNCH.")
+    if args.fits != (args.gib is not None):
+        raise ValueError("--fits and --gib go together: --fits --gpus 8 --gib 80, say.")
     if args.replicated:
-        given.flags.pop("--use-distributed-optimizer", None)
+        for flag in ("--use-distributed-optimizer", "--overlap-param-gather"):
+            given.flags.pop(flag, None)
     flags = _megatron_flags(args, configs.arguments(given))
-    megatron, config = parse(flags, args.world_size or given.world_size)
-    if megatron.optimizer != "aro":
-        raise ValueError(
-            f"The plan is ARO's, and the config's optimizer is {megatron.optimizer}: add "
-            "configs/optimizer/aro.yaml after it."
-        )
+    ranks = args.world_size or given.world_size
+    if args.fits:
+        from megatron_aro.cli import fits  # which imports this file
+
+        per_machine = given.integer("gpus_per_node", _GPUS_OF_A_MACHINE)
+        return fits.run(args, flags, ranks, per_machine)
+    megatron, config = parse(flags, ranks)
+    check_optimizer(megatron)
     began = time.perf_counter()
     settings = run_settings(megatron)
     result = account(gpt_sizes(megatron, config), pipeline(config), settings)
@@ -115,6 +137,20 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(as_json(result, settings, took), indent=2))
     else:
         print(as_text(result, settings, took))
+    return 0
+
+
+def check_optimizer(args: argparse.Namespace) -> None:
+    """Refuse to plan for another optimizer.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if args.optimizer != "aro":
+        raise ValueError(
+            f"The plan is ARO's, and the config's optimizer is {args.optimizer}: add "
+            "configs/optimizer/aro.yaml after it."
+        )
 
 
 def parse(flags: Sequence[str], world_size: int) -> tuple[argparse.Namespace, Any]:
@@ -319,3 +355,9 @@ def _positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def _positive_number(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError("must be positive and finite")
+    return float(text)

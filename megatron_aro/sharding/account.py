@@ -90,8 +90,11 @@ class Figures:
             updates back; tp_sent, tp_received: parts over tensor parallelism, both ways.
         gradients: sent by a ring reduce-scatter of all gradients (an all-reduce where parameters
             are replicated), to compare with.
+        stored: elements of all parameters (of all gradients: as many), padding included.
         buffered: elements of ARO's flat buffers (of one of each kind: gradients, parameters),
             padding included; padding: how many of them param layout "whole" adds to "packed".
+        adamw: elements of AdamW's parameters whose moments are kept here (a tied output layer's
+            bucket of its own is left out: a few are then on other ranks of the last stage).
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.
@@ -105,8 +108,10 @@ class Figures:
     tp_sent: int = 0
     tp_received: int = 0
     gradients: float = 0.0
+    stored: int = 0
     buffered: int = 0
     padding: int = 0
+    adamw: int = 0
     momentum: int = 0
     rotation: int = 0
     gathered: int = 0
@@ -232,7 +237,8 @@ def _grid(
     cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
     buffered = 0  # elements of all gradient buffers
     buffered_aro = padding = 0
-    changes = [0] * (dp + 1)  # of the momentum's bytes from one data-parallel rank to the next
+    # Of what ARO (True) and AdamW have elements of, from one data-parallel rank to the next.
+    changes = {aro: [0] * (dp + 1) for aro in (True, False)}
     for number, parameters in enumerate(chunks):
         for aro in (True, False):
             mine = [p for p in parameters if bool(p.matrices) == aro]
@@ -247,12 +253,10 @@ def _grid(
                 buffered_aro += numel
                 padding += buffer.numel - packed.numel
             for i, parameter in enumerate(mine):
-                if not aro:
-                    continue
                 held = buffer.held(i) if run.distributed else everywhere(sizes[i], dp)
                 for first, last, (start, stop) in held.runs:
-                    changes[first] += FP32 * (stop - start)
-                    changes[last] -= FP32 * (stop - start)
+                    changes[aro][first] += stop - start
+                    changes[aro][last] -= stop - start
                 for matrix in parameter.matrices:
                     key = (matrix.intervals, matrix.columns, parameter.layout)
                     if key not in cut:
@@ -261,12 +265,15 @@ def _grid(
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
     at_most = functools.partial(batch_limit, workspace=run.workspace)
     plan = make_plan(sharded, tp, dp, run.seconds, loads, at_most)
-    momentum = list(accumulate(changes))[:dp]
-    figures = [[Figures(momentum=of_rank) for of_rank in momentum] for _ in range(tp)]
+    held_by = [list(accumulate(changes[aro]))[:dp] for aro in (True, False)]
+    figures = [
+        [Figures(momentum=FP32 * of_aro, adamw=rest) for of_aro, rest in zip(*held_by, strict=True)]
+        for _ in range(tp)
+    ]
     directions = 1 if run.distributed else 2
     for row in figures:
         for figure in row:
-            figure.buffered, figure.padding = buffered_aro, padding
+            figure.stored, figure.buffered, figure.padding = buffered, buffered_aro, padding
             figure.gradients = directions * buffered * run.gradient_bytes * (dp - 1) / dp
     _add_work(plan, figures, run)
     for row, of_row in zip(figures, traffic(plan), strict=True):
