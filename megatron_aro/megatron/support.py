@@ -13,8 +13,8 @@ from megatron.core.package_info import __version__ as megatron_version
 
 from megatron_aro.config import ADAMW, flag
 from megatron_aro.megatron import arguments
+from megatron_aro.version import TESTED
 
-TESTED_MEGATRON = ("0.19.2",)
 OVERRIDE = "MEGATRON_ARO_ALLOW_UNTESTED"
 
 
@@ -29,9 +29,10 @@ def check_megatron_version() -> None:
         RuntimeError: unless the environment variable MEGATRON_ARO_ALLOW_UNTESTED is 1.
     """
     found = megatron_version.partition("+")[0]  # a git checkout adds its commit
-    if found not in TESTED_MEGATRON and os.environ.get(OVERRIDE) != "1":
+    tested = TESTED["megatron-core"]
+    if found not in tested and os.environ.get(OVERRIDE) != "1":
         raise RuntimeError(
-            f"megatron-aro is tested with megatron-core {', '.join(TESTED_MEGATRON)} and found "
+            f"megatron-aro is tested with megatron-core {', '.join(tested)} and found "
             f"{found}: install a tested version, or set {OVERRIDE}=1 to try this one."
         )
 
