@@ -227,6 +227,19 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise RefusedError("--optimizer aro needs a learning rate: give --lr.")
 
 
+def check_configs(*configs: Any) -> None:
+    """The same for those who have Megatron's configuration objects, not its command line.
+
+    Args:
+        configs: of optimizer, DDP and model; their fields are called as Megatron's arguments are.
+
+    Raises:
+        RefusedError: as `check_arguments`.
+    """
+    fields = {name: value for config in configs for name, value in vars(config).items()}
+    check_arguments(argparse.Namespace(**{"ckpt_format": "torch_dist", **fields}))
+
+
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
 _FIXED = ("projection", "rotation", "orientation", "override", "split")
 # What fixes pieces of flat buffers, and the files of format torch.
