@@ -16,6 +16,7 @@ from megatron_aro.megatron import arguments
 from megatron_aro.version import TESTED
 
 OVERRIDE = "MEGATRON_ARO_ALLOW_UNTESTED"
+ADAM_ONLY = megatron_version.startswith("0.18.")  # what its distributed optimizer takes
 
 
 class RefusedError(ValueError):
