@@ -47,3 +47,12 @@ def test_version_and_requirements(wheel):
         if pin.name in TESTED:
             pinned = next(iter(pin.specifier)).version + "."
             assert any(pinned.startswith(tested + ".") for tested in TESTED[pin.name])
+
+
+def test_what_other_releases_the_tests_fetch_is_in_the_window():
+    """Each tested release of Megatron and of Bridge is installed, or scripts/test.sh fetches it."""
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    installed = (ROOT / "scripts" / "requirements.txt").read_text()
+    for name in ("megatron-core", "megatron-bridge"):
+        for version in TESTED[name]:
+            assert f"{name}=={version}" in script + installed

@@ -10,7 +10,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_aro.megatron import support
-from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.buffers import everywhere, shares
 from megatron_aro.sharding.plan import Held
 
@@ -79,7 +78,7 @@ class ARODistributedOptimizer(LoadableDistributedOptimizer):
 
     _gathers = False  # whether the parent asks for both
 
-    def __init__(self, optimizer: MatrixOptimizer, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if not support.ADAM_ONLY:
             super().__init__(optimizer, *args, **kwargs)
             return

@@ -2,15 +2,14 @@
 
 Megatron-Bridge does not import without transformer-engine. What it calls is tried all the same. The
 model is built by Megatron's own builder, which Bridge's ModelConfig uses, hooks and DDP included.
-The optimizer is set up by Bridge's `setup_optimizer`, compiled from the file of an installed Bridge
-(`pip install --no-deps megatron-bridge`) without what that file imports; and, whether Bridge is
-installed or not, by the one call of it that matters, written down here from 0.6.2.
+The optimizer is set up by Bridge's `setup_optimizer`, compiled from the file of the release without
+what that file imports; and, where the release is not at hand, by the one call of it that matters,
+written down here from 0.6.2.
 """
 
 from __future__ import annotations
 
 import ast
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,12 @@ from typing import Any
 import pytest
 from pool import Pool
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "bridge_recipe.py"
+from megatron_aro.version import TESTED
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "bridge_recipe.py"
+PIN = f"megatron-bridge=={TESTED['megatron-bridge'][-1]}"
+BRIDGE = ROOT / ".releases" / PIN / "megatron" / "bridge"
 
 
 def written_down(recipe: Any, model: list, groups: Any, source: str = "") -> tuple[Any, Any]:
@@ -34,7 +38,7 @@ def written_down(recipe: Any, model: list, groups: Any, source: str = "") -> tup
     return optimizer, None
 
 
-def installed(recipe: Any, model: list, groups: Any, source: str) -> tuple[Any, Any]:
+def released(recipe: Any, model: list, groups: Any, source: str) -> tuple[Any, Any]:
     """Bridge's own functions, with the names of Megatron's that they use."""
     from megatron.core import optimizer, optimizer_param_scheduler, utils
 
@@ -130,16 +134,14 @@ def train(setup: str, source: str, provider: bool = False, **changed: Any) -> di
     }
 
 
-@pytest.fixture(params=[written_down, installed])
+@pytest.fixture(params=[written_down, released])
 def setup(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Name of the function that sets up, and the source of the installed Bridge's."""
+    """Name of the function that sets up, and the source of Bridge's own."""
     if request.param is written_down:
         return request.param.__name__, ""
-    try:
-        found = [file for file in files("megatron-bridge") or () if file.match("training/optim.py")]
-    except PackageNotFoundError:
-        pytest.skip("megatron-bridge is not installed (--no-deps is enough)")
-    return request.param.__name__, found[0].read_text()
+    if not BRIDGE.is_dir():
+        pytest.skip(f"{BRIDGE} is missing; scripts/test.sh fetches it")
+    return request.param.__name__, (BRIDGE / "training" / "optim.py").read_text()
 
 
 @pytest.mark.parametrize("provider", [False, True])
@@ -162,14 +164,13 @@ def test_overrides_that_aro_cannot_do_are_refused(pool: Pool) -> None:
 
 
 def test_the_example_names_what_there_is(setup: tuple[str, str]) -> None:
-    """It compiles, and what it imports of Bridge is in the installed files."""
+    """It compiles, and what it imports of Bridge is in the release's files."""
     tree = ast.parse(EXAMPLE.read_text())
     compile(tree, str(EXAMPLE), "exec")
     if setup[0] == "written_down":
         return
-    sources = {str(file): file for file in files("megatron-bridge") or ()}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron.bridge."):
-            path = str(node.module).replace(".", "/")
-            text = sources.get(f"{path}.py", sources.get(f"{path}/__init__.py")).read_text()
+            path = BRIDGE.joinpath(*str(node.module).split(".")[2:])
+            text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
             assert all(alias.name in text for alias in node.names)
