@@ -17,7 +17,7 @@ from megatron_aro.megatron import cpu_mode
 
 
 def main(folder: str) -> None:
-    vocabulary, length = 64, 32
+    vocabulary, length, aro = 64, 32, AROConfig()
     on_cpu = cpu_mode.enable()  # False, and nothing done, where there is a GPU
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("gloo" if on_cpu else "nccl")
@@ -25,10 +25,10 @@ def main(folder: str) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
     gpt = GPTModel(shape, get_gpt_layer_local_spec(), vocabulary, length).cuda()
-    tag_parameters([gpt])  # before DDP, which gives ARO's matrices flat buffers of their own
+    tag_parameters([gpt], aro)  # before DDP, which gives ARO's matrices buffers of their own
     ddp = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = distributed.DistributedDataParallel(shape, ddp, gpt)
-    settings = dict(lr=3e-3, weight_decay=0.1, use_distributed_optimizer=True, aro=AROConfig())
+    settings = dict(lr=3e-3, weight_decay=0.1, use_distributed_optimizer=True, aro=aro)
     optimizer = get_aro_optimizer(AROOptimizerConfig(optimizer="aro", **settings), [model])
 
     def state(is_loading: bool) -> dict:

@@ -52,7 +52,7 @@ class AROOptimizerConfig(optimizer.AROOptimizerConfig):
 
     def tag(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """A hook for before DDP: ARO's matrices get flat buffers of their own."""
-        optimizer.tag_parameters(chunks, self.aro.param_layout)
+        optimizer.tag_parameters(chunks, self.aro)
         return chunks
 
 
