@@ -30,7 +30,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_aro", "megatron_aro.*"]),
     python_requires=">=3.12",
-    install_requires=["torch", "megatron-core>=0.19.2,<0.20", "numpy", "psutil", "pyyaml"],
+    install_requires=["torch", "megatron-core>=0.18.2,<0.20", "numpy", "psutil", "pyyaml"],
     entry_points={"console_scripts": ["megatron-aro = megatron_aro.cli.main:main"]},
     extras_require={
         "muon": MUON,

@@ -1,10 +1,14 @@
 """ARO (Adaptively Rotated Optimization, arXiv 2602.09006) for Megatron-LM and plain torch."""
 
+from typing import Any
+
 from megatron_aro.config import AROConfig
 from megatron_aro.optimizer import ARO
 from megatron_aro.version import __version__
 
-__all__ = ["ARO", "AROConfig", "__version__", "register"]
+# For training loops of one's own on megatron-core; see docs/examples/own_loop.py.
+_ON_CORE = ("AROOptimizerConfig", "get_aro_optimizer", "tag_parameters")
+__all__ = ["ARO", "AROConfig", *_ON_CORE, "__version__", "register"]
 
 
 def register() -> None:
@@ -12,3 +16,11 @@ def register() -> None:
     from megatron_aro.megatron import hooks
 
     hooks.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_CORE:  # imports Megatron, which plain torch does without
+        from megatron_aro.megatron import optimizer
+
+        return getattr(optimizer, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

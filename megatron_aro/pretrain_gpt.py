@@ -40,7 +40,7 @@ from megatron.core.utils import (
 )
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: Sequence[str], forward: Callable[..., Any] | None = None) -> None:
     """Train as the flags say, with `forward_step` or something around it; the world stays."""
+    preflight.check_megatron()
+    from megatron.training.argument_utils import gpt_config_from_args  # not in 0.18
+
     sys.argv[1:] = launch.prepare(argv)  # where Megatron reads them
     args = megatron_arguments.parse_and_validate_args(
         extra_args_provider=_complain_in_one_sentence,

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megatron_aro
+from megatron_aro.version import TESTED
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,3 +44,15 @@ def test_version_and_requirements(wheel):
     for pin in (Requirement(line) for line in pins if not line.startswith("#")):
         if pin.name in accepted:
             assert next(iter(pin.specifier)).version in accepted[pin.name].specifier
+        if pin.name in TESTED:
+            pinned = next(iter(pin.specifier)).version + "."
+            assert any(pinned.startswith(tested + ".") for tested in TESTED[pin.name])
+
+
+def test_what_other_releases_the_tests_fetch_is_in_the_window():
+    """Each tested release of Megatron and of Bridge is installed, or scripts/test.sh fetches it."""
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    installed = (ROOT / "scripts" / "requirements.txt").read_text()
+    for name in ("megatron-core", "megatron-bridge"):
+        for version in TESTED[name]:
+            assert f"{name}=={version}" in script + installed

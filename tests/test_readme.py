@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_aro.config import flags_table
-from megatron_aro.megatron.support import _REFUSALS, TESTED_MEGATRON
+from megatron_aro.megatron.support import _REFUSALS
+from megatron_aro.version import TESTED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -19,9 +20,10 @@ def test_the_table_of_flags_is_the_generated_one():
 
 
 def test_the_tested_versions_are_named():
-    """The window in the README is the one that register() enforces."""
-    row = next(line for line in README.splitlines() if line.startswith("| megatron-core |"))
-    assert all(version in row for version in TESTED_MEGATRON)
+    """The window in the README is the one that register() enforces and doctor judges by."""
+    for name in ("megatron-core", "torch"):
+        row = next(line for line in README.splitlines() if line.startswith(f"| {name} |"))
+        assert all(version in row for version in TESTED[name])
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)#:]+)\)|(?<=`)(scripts/[\w.]+)", README))

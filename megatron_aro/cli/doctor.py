@@ -19,15 +19,14 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from megatron_aro.version import __version__
+from megatron_aro.version import TESTED, __version__
 
-# What the tests of this project run with; megatron-core's window is support.TESTED_MEGATRON.
-TESTED = {"torch": ("2.11",), "triton": ("3.6",), "emerging-optimizers": ("0.3", "0.4")}
 # Package -> what a machine without it cannot do.
 _REQUIRED = ("numpy", "psutil", "pyyaml")
 _OPTIONAL = {
     "triton": "no fused kernels",
     "emerging-optimizers": "no --optimizer muon",
+    "megatron-bridge": "no recipes of Megatron-Bridge",
     "tensorboard": "no --tensorboard-dir",
     "matplotlib": "no figures of compare and the quickstart",
 }
@@ -131,7 +130,7 @@ def _megatron() -> Check:
 
         support.check_megatron_version()
     found = support.megatron_version.partition("+")[0]  # a git checkout adds a commit
-    return _judged("megatron-core", found, support.TESTED_MEGATRON)
+    return _judged("megatron-core", found, TESTED["megatron-core"])
 
 
 def _flags() -> str:

@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import (
-    SEPARATE_GRAD_NORM_GROUPS,
-    ChainedOptimizer,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_aro.megatron import checkpoint
 from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.report import report_fallbacks, report_phases
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
+
+# 0.18 has none.
+SEPARATE_GRAD_NORM_GROUPS = getattr(megatron_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ())
 
 
 class AROChainedOptimizer(ChainedOptimizer):

@@ -46,7 +46,8 @@ def make_grids(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     instances = found["inter_dist_opt_group"]
     instance = 0 if instances is None else get_pg_rank(instances)
-    experts = found["expt_tp_pp_with_egtp_remat_group"]
+    # 0.18 cuts no weights over a further group.
+    experts = found.get("expt_tp_pp_with_egtp_remat_group", found["expt_tp_pp_group"])
     return {
         False: Grid(
             ranks=_ranks(groups.tp, found["intra_dp_cp_group"]),

@@ -1,8 +1,8 @@
 """Every Megatron name that is wrapped, each with its reason. On a GPU nothing else replaces one.
 
-Tested on the versions in `support.TESTED_MEGATRON`. The wrappers that concern the optimizer pass
-through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart in
-`cpu_mode`.
+Tested on the versions in `megatron_aro.version.TESTED`. The wrappers that concern the optimizer
+pass through untouched when it is not ARO. The CPU mode, which stands in for torch.cuda, is apart
+in `cpu_mode`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_aro.megatron import arguments, support
+from megatron_aro.version import TESTED
 
 Original = Callable[..., Any]
 
@@ -147,8 +149,17 @@ def _compile_helpers(original: Original) -> None:
 
 
 class Hook(NamedTuple):
+    """A wrapped name.
+
+    Attributes:
+        name: or Class.name.
+        parameters: what the wrapper takes the original for: the names of its parameters in order;
+            "..." at the end where it may have more, which are handed on as they are.
+    """
+
     module: str
-    name: str  # or Class.name
+    name: str
+    parameters: str
     wrapper: Callable[..., Any]
     reason: str
 
@@ -157,12 +168,14 @@ HOOKS = (
     Hook(
         "megatron.training.arguments",
         "add_megatron_arguments",
+        "parser",
         _add_megatron_arguments,
         "The choices of --optimizer are fixed in the parser; the --aro-* flags go beside them.",
     ),
     Hook(
         "megatron.training.arguments",
         "validate_args",
+        "args ...",
         _validate_args,
         "It takes every name but adam and sgd for a layer-wise optimizer and clears "
         "--use-distributed-optimizer; ARO lives on Adam's layout and is validated as adam.",
@@ -170,12 +183,14 @@ HOOKS = (
     Hook(
         "megatron.training.arguments",
         "_print_args",
+        "title args",
         _print_args,
         "Validation prints the arguments while the optimizer reads adam.",
     ),
     Hook(
         "megatron.training.checkpointing",
         "_load_base_checkpoint",
+        "load_dir args rank0 ...",
         _load_base_checkpoint,
         "It knows the arguments of the run that saved before anything is loaded; what is not this "
         "run's optimizer state fails much later, with a list of missing keys, or not at all. What "
@@ -184,6 +199,7 @@ HOOKS = (
     Hook(
         "megatron.training.training",
         "save_checkpoint",
+        "iteration model optimizer ...",
         _save_checkpoint,
         "In the torch format one data-parallel rank writes the optimizer's state for all, and each "
         "has rotations of its own.",
@@ -191,24 +207,28 @@ HOOKS = (
     Hook(
         "megatron.training.training",
         "get_megatron_optimizer_config",
+        "args",
         _get_megatron_optimizer_config,
         "It copies the fields of OptimizerConfig only; ARO's settings must travel with them.",
     ),
     Hook(
         "megatron.training.training",
         "wrap_model_chunks_with_ddp",
+        "model_chunks ...",
         _wrap_with_ddp,
         "ARO's matrices need flat buffers of their own, decided by a tag before DDP makes them.",
     ),
     Hook(
         "megatron.training.models.dist_utils",
         "_ddp_wrap",
+        "model ...",
         _wrap_with_ddp,
         "The same for models that Megatron's configuration container builds.",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._compute_per_buffer_param_layout",
+        "params bucket_size data_parallel_world_size ddp_config param_indices",
         _compute_per_buffer_param_layout,
         "The step of compute_full_param_layout at which the flat buffer of ARO's parameters can be "
         "laid out without cutting any; whoever makes DDP calls it, and no argument leads there.",
@@ -216,6 +236,7 @@ HOOKS = (
     Hook(
         "megatron.core.optimizer",
         "_get_megatron_emerging_optimizer",
+        "config model_chunks config_overrides pg_collection",
         _get_megatron_emerging_optimizer,
         "Where Megatron's factory sends every name but adam and sgd. The factory itself is "
         "imported by name and wrapped by others; this is called through its module.",
@@ -223,6 +244,7 @@ HOOKS = (
     Hook(
         "megatron.core.datasets.utils",
         "compile_helpers",
+        "",
         _compile_helpers,
         "It runs make and exits when that fails; Megatron's wheel ships the helpers compiled and "
         "without the Makefile.",
@@ -237,16 +259,44 @@ def register() -> None:
     """Make Megatron know ``--optimizer aro`` and the ``--aro-*`` flags. Idempotent.
 
     Raises:
-        RuntimeError: megatron-core is of an untested version; the message says what to do.
-        AttributeError: a hook's name is gone, which an untested version may do.
+        RuntimeError: megatron-core is of an untested version, or a hook is not where it was, which
+            an untested version may do; the message says what to do. Nothing is wrapped then.
     """
     support.check_megatron_version()
+    moved = [what for hook in HOOKS if hook not in _in_place and (what := _moved(hook))]
+    if moved:
+        raise RuntimeError(
+            f"megatron-aro's hooks do not fit megatron-core {support.megatron_version}: "
+            f"{'; '.join(moved)}. Install megatron-core {' or '.join(TESTED['megatron-core'])}."
+        )
     for hook in HOOKS:
-        module = importlib.import_module(hook.module)
+        owner, name = _place(hook)
         if hook not in _in_place:  # whoever wrapped the name since then still calls ours
-            path, _, name = hook.name.rpartition(".")
-            owner = getattr(module, path) if path else module
             original = getattr(owner, name)
             wrapped: Any = functools.wraps(original)(functools.partial(hook.wrapper, original))
-            setattr(owner, name, staticmethod(wrapped) if path else wrapped)
+            setattr(owner, name, staticmethod(wrapped) if inspect.isclass(owner) else wrapped)
             _in_place.add(hook)
+
+
+def _place(hook: Hook) -> tuple[Any, str]:
+    """(module or class, attribute)."""
+    module = importlib.import_module(hook.module)
+    path, _, name = hook.name.rpartition(".")
+    return (getattr(module, path) if path else module), name
+
+
+def _moved(hook: Hook) -> str:
+    """What of a hook is not as the wrapper takes it for; empty if all is."""
+    where = f"{hook.module}.{hook.name}"
+    try:
+        owner, name = _place(hook)
+        found = list(inspect.signature(getattr(owner, name)).parameters.values())
+    except (ImportError, AttributeError) as error:
+        return f"{where} is gone ({error})"
+    if any(p.kind is p.VAR_POSITIONAL for p in found):  # a wrapper that does not say what it wraps
+        return ""
+    expected, names = hook.parameters.split(), [p.name for p in found]
+    more = expected[-1:] == ["..."]
+    if (names[: len(expected) - 1] if more else names) == expected[: len(expected) - more]:
+        return ""
+    return f"{where} takes ({', '.join(names)}), not ({', '.join(expected)})"

@@ -8,6 +8,7 @@ one kind: momentum here, two moments there.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import functools
@@ -34,7 +35,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
 from megatron_aro.config import AROConfig
-from megatron_aro.megatron import param_layout
+from megatron_aro.megatron import param_layout, support
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.chain import AROChainedOptimizer
 from megatron_aro.megatron.grids import Grid, make_grids
@@ -108,16 +109,32 @@ def get_aro_optimizer(
 ) -> AROChainedOptimizer:
     """The optimizer of a model under ``--optimizer aro``; arguments as `get_megatron_optimizer`.
 
+    What Megatron's own factory calls after `megatron_aro.register()`, and for training loops of
+    one's own on megatron-core (docs/examples/own_loop.py has one whole): call `tag_parameters` on
+    the chunks, wrap them in DDP, call this, then step, save and load as with any MegatronOptimizer.
+
     Args:
-        config: with ``optimizer == "aro"``; an `AROOptimizerConfig`, or any OptimizerConfig for
-            ARO's default settings.
+        config: with ``optimizer == "aro"`` and a learning rate; an `AROOptimizerConfig`, or any
+            OptimizerConfig for ARO's default settings.
         model_chunks: DDP-wrapped chunks whose parameters went through `tag_parameters` first.
+        config_overrides: settings of some parameters, as Megatron's; by default its own, which
+            spare biases and norms the weight decay.
+        pg_collection: process groups; by default those of `megatron.core.parallel_state`.
+
+    Returns:
+        A chain of ARO and AdamW, each where Megatron's wrappers would have Adam. States of
+        checkpoints fit any layout with ``{"distrib_optim_sharding_type": "fully_reshardable"}``
+        as the metadata of `sharded_state_dict`.
 
     Raises:
-        ValueError: an unsupported argument, or a model that cannot be split as it is configured.
-        RuntimeError: a trainable parameter would have no optimizer, or two.
+        RefusedError: a ValueError; a setting that ARO does not support, named as Megatron's flag.
+        ValueError: a model that cannot be split as it is configured.
+        RuntimeError: parameters were not tagged before DDP, or would have no optimizer, or two.
     """
     aro = getattr(config, "aro", None) or AROConfig()
+    chunk = model_chunks[0]
+    layout = argparse.Namespace(aro_param_layout=aro.param_layout)
+    support.check_configs(get_model_config(chunk), chunk.ddp_config, config, layout)
     groups = _param_groups(config, model_chunks, config_overrides, aro)
     _check_each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:

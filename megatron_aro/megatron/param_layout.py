@@ -55,6 +55,7 @@ def compute(
     )
     # Checkpoints walk through a rank's parameters in this order and take it for that of addresses.
     order = sorted(range(len(params)), key=buffer.spans.__getitem__)
+    shards = getattr(layout, "num_optimizer_shards", None)  # 0.18 does not record it
     return WholeParamLayout(
         param_index_map={params[i]: (*buffer.spans[i], buffer.bucket_of[i]) for i in order},
         bucket_indices=list(buffer.buckets),
@@ -62,7 +63,7 @@ def compute(
         # of other ranks, padding included, may follow, so nothing is stripped.
         per_bucket_numel_unpadded=[stop - start for start, stop in buffer.buckets],
         param_indices=layout.param_indices,
-        num_optimizer_shards=layout.num_optimizer_shards,
+        **({} if shards is None else {"num_optimizer_shards": shards}),
         packed_numel=layout.bucket_indices[-1][1],
     )
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_aro.megatron import support
+
 _ELSEWHERE = {  # flags of Megatron's own script for other things than pretraining a GPT
     "sft": "--sft",
     "fim_data": "--fim-data",
@@ -25,6 +27,19 @@ _ELSEWHERE = {  # flags of Megatron's own script for other things than pretraini
     "perform_rl_step": "--perform-rl-step",
 }
 _WINDOWS, _WINDOW = 16, 1 << 16  # tokens: 16 stretches of 65,536, so small files are read whole
+
+
+def check_megatron() -> None:
+    """Refuse a Megatron that has not what `megatron_aro.pretrain_gpt` builds models with.
+
+    Raises:
+        ValueError: one sentence that says what to do.
+    """
+    if support.megatron_version.startswith("0.18."):
+        raise ValueError(
+            "This entry needs megatron-core 0.19: with 0.18, run the pretrain_gpt.py of your "
+            "Megatron-LM with `-m megatron_aro.run SCRIPT ...`."
+        )
 
 
 def check_purpose(args: argparse.Namespace) -> None:

@@ -13,9 +13,10 @@ from megatron.core.package_info import __version__ as megatron_version
 
 from megatron_aro.config import ADAMW, flag
 from megatron_aro.megatron import arguments
+from megatron_aro.version import TESTED
 
-TESTED_MEGATRON = ("0.19.2",)
 OVERRIDE = "MEGATRON_ARO_ALLOW_UNTESTED"
+ADAM_ONLY = megatron_version.startswith("0.18.")  # what its distributed optimizer takes
 
 
 class RefusedError(ValueError):
@@ -29,9 +30,10 @@ def check_megatron_version() -> None:
         RuntimeError: unless the environment variable MEGATRON_ARO_ALLOW_UNTESTED is 1.
     """
     found = megatron_version.partition("+")[0]  # a git checkout adds its commit
-    if found not in TESTED_MEGATRON and os.environ.get(OVERRIDE) != "1":
+    tested = TESTED["megatron-core"]
+    if found not in tested and os.environ.get(OVERRIDE) != "1":
         raise RuntimeError(
-            f"megatron-aro is tested with megatron-core {', '.join(TESTED_MEGATRON)} and found "
+            f"megatron-aro is tested with megatron-core {', '.join(tested)} and found "
             f"{found}: install a tested version, or set {OVERRIDE}=1 to try this one."
         )
 
@@ -224,6 +226,19 @@ def check_arguments(args: argparse.Namespace) -> None:
             )
     if args.lr is None:
         raise RefusedError("--optimizer aro needs a learning rate: give --lr.")
+
+
+def check_configs(*configs: Any) -> None:
+    """The same for those who have Megatron's configuration objects, not its command line.
+
+    Args:
+        configs: of optimizer, DDP and model; their fields are called as Megatron's arguments are.
+
+    Raises:
+        RefusedError: as `check_arguments`.
+    """
+    fields = {name: value for config in configs for name, value in vars(config).items()}
+    check_arguments(argparse.Namespace(**{"ckpt_format": "torch_dist", **fields}))
 
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.

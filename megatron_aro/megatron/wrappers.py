@@ -9,8 +9,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_aro.megatron import support
 from megatron_aro.sharding.buffers import everywhere, shares
 from megatron_aro.sharding.plan import Held
+
+_SECOND = "exp_avg_sq"  # Adam's second moment
 
 
 class LoadableDistributedOptimizer(DistributedOptimizer):
@@ -61,13 +64,35 @@ class LoadableDistributedOptimizer(DistributedOptimizer):
     ) -> None:
         # What a checkpoint does not have stays: main parameters that are the weights themselves,
         # and states that start from zero.
-        states = dict.fromkeys(("param", *self.optimizer_state_keys))
+        moments = getattr(self, "optimizer_state_keys", ("exp_avg", _SECOND))  # not in 0.18
+        states = dict.fromkeys(("param", *moments))
         present = {**states, **tensors, "step": None}
         super()._set_main_param_and_optimizer_states(model_param, present)
 
 
 class ARODistributedOptimizer(LoadableDistributedOptimizer):
-    """Main parameters and momentum as 1-D slices of flat buffers that hold ARO's matrices only."""
+    """Main parameters and momentum as 1-D slices of flat buffers that hold ARO's matrices only.
+
+    megatron-core 0.18 takes Adam alone here, and two moments by name where it gathers states.
+    """
+
+    _gathers = False  # whether the parent asks for both
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if not support.ADAM_ONLY:
+            super().__init__(optimizer, *args, **kwargs)
+            return
+        stand_in = torch.optim.AdamW(optimizer.param_groups)
+        super().__init__(stand_in, *args, **kwargs)
+        optimizer.param_groups = [
+            {
+                k: v
+                for k, v in group.items()
+                if k in optimizer.defaults or k not in stand_in.defaults
+            }
+            for group in stand_in.param_groups
+        ]
+        self.optimizer = optimizer
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
@@ -85,12 +110,32 @@ class ARODistributedOptimizer(LoadableDistributedOptimizer):
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
             state.pop("step", None)
+            state.pop(_SECOND, None)
         for group in self.optimizer.param_groups:
             group.pop("step", None)
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
         # The parent steps on zero gradients, which would decay the weights.
         self.optimizer.initialize_state()
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> dict:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        return {**tensors, _SECOND: tensors["exp_avg"]} if self._gathers else tensors
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
+        self._gathers = support.ADAM_ONLY
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        self._gathers = False
+        for tensors in _gathered(state):
+            tensors.pop(_SECOND, None)
+        return state
+
+    def load_parameter_state_from_dp_zero(
+        self, state_dict: dict, *args: Any, **kwargs: Any
+    ) -> None:
+        for tensors in _gathered(state_dict) if support.ADAM_ONLY else ():
+            tensors[_SECOND] = tensors["exp_avg"]
+        super().load_parameter_state_from_dp_zero(state_dict, *args, **kwargs)
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
         # The parent refuses a bucket of which this rank holds no parameter, as may be where none
@@ -115,6 +160,12 @@ class ARODistributedOptimizer(LoadableDistributedOptimizer):
             for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if bucket_group.buckets[0].params_list[0].is_managed_by_layer_wise_optimizer:
                     chunk._start_bucket_group_param_sync(bucket_group, force_sync=False)
+
+
+def _gathered(state: dict[Any, Any] | None) -> list[dict[str, Tensor]]:
+    """The tensors of each flat buffer in what the distributed optimizer gathers to one rank."""
+    buffers = [of_buffer for of_buffer in (state or {}).values() if isinstance(of_buffer, dict)]
+    return [tensors for of_buffer in buffers for tensors in of_buffer.values()]
 
 
 def main_parameter(wrapped: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor | None:

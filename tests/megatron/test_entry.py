@@ -356,3 +356,10 @@ def test_a_script_is_told_what_aro_refuses(pool: Pool, tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
     (rank,) = pool.run_ranks(1, "runs:train", argv, entry="run")
     assert "ValueError: mine" in rank.error
+
+
+def test_a_megatron_without_its_model_builder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.18 works with other scripts; this entry's flags would have no model there."""
+    monkeypatch.setattr(preflight.support, "megatron_version", "0.18.2")
+    with pytest.raises(ValueError, match="needs megatron-core 0.19: with 0.18, run "):
+        preflight.check_megatron()
