@@ -97,8 +97,8 @@ def test_hardship_stays_finite_and_alone(device: str, hardship: Callable, shape:
     Updates have their size, unless there is nothing to go by: a momentum that is zero, or below the
     normal numbers, or a gradient that is NaN (whose matrix rests, decay included).
 
-    Not on CUDA with sign, whose A is often singular: neighbours climb the ladder then, in batches
-    whose size depends on who climbs with them, and so does their rounding.
+    Not on CUDA with sign or adam, whose A is often singular: neighbours climb the ladder then, in
+    batches whose size depends on who climbs with them, and so does their rounding.
     """
     for projection, rotation in itertools.product(PROJECTIONS, ROTATIONS):
         settings = {"projection": projection, "rotation": rotation}
@@ -108,7 +108,7 @@ def test_hardship_stays_finite_and_alone(device: str, hardship: Callable, shape:
             if i != VICTIM or hardship is not HARDSHIPS["NaN"]:
                 expected_size = 0.0 if i == VICTIM and hardship in RESTING else 1.0
                 assert got[-1].item() == pytest.approx(expected_size, abs=1e-3), settings
-            if i != VICTIM and (device == "cpu" or projection != "sign"):
+            if i != VICTIM and (device == "cpu" or projection not in ("sign", "adam")):
                 same = [torch.equal(a, b) for a, b in zip(expected, got, strict=True)]
                 assert all(same), (settings, i, same)
 

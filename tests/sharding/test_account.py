@@ -269,7 +269,7 @@ def test_rates_reproduce_what_was_measured(
         assert found == pytest.approx(expected, rel=0.33)
 
 
-@pytest.mark.parametrize(("m", "n"), [(128, 512), (128, 128), (512, 128), (256, 160)])
+@pytest.mark.parametrize(("m", "n"), [(128, 512), (128, 128), (512, 128), (256, 96)])
 def test_workspace_is_what_a_step_takes(m: int, n: int) -> None:
     """Against the tensors that `compute_updates` really makes, within 1%."""
     torch.manual_seed(0)
