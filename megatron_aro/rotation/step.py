@@ -9,9 +9,10 @@ Step 1 is ``advance_momentum``, steps 2 to 5 are ``compute_updates``, step 6 is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -221,11 +222,7 @@ class _Frame:
 
 def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> list[int]:
     """One more pass for these matrices; which of them need more. Waits for the device."""
-    index = _indices(rows, batch)
-    part, frame = _select(batch, index), frame[index]
-    q, failed_b = _extra_pass(part, frame, config)
-    _keep_or_replace(part, frame, q, failed_b)
-    batch.rotation[index] = part.rotation
+    index, failed_b = _again(batch, frame, rows, partial(_extra_pass, config=config))
     batch.fallbacks[index, 1] += (~failed_b).long()
     return [row for row, failed in zip(rows, failed_b.tolist(), strict=True) if failed]
 
@@ -241,18 +238,27 @@ def _extra_pass(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonor
 
 def _to_the_end(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
     """Householder's answer for these matrices."""
-    index = _indices(rows, batch)
-    part, frame = _select(batch, index), frame[index]
-    q, failed_b = householder(_look_ahead(part, frame, config))
-    _keep_or_replace(part, frame, q, failed_b)
-    batch.rotation[index] = part.rotation
+    index, failed_b = _again(
+        batch, frame, rows, lambda part, of: householder(_look_ahead(part, of, config))
+    )
     batch.fallbacks[index, 2] += 1
     batch.fallbacks[index, 3] += failed_b.long()
 
 
-def _indices(rows: list[int], batch: MatrixBatch) -> Tensor:
+def _again(
+    batch: MatrixBatch,
+    frame: _Frame,
+    rows: list[int],
+    orthonormalize: Callable[[MatrixBatch, _Frame], Orthonormal],
+) -> tuple[Tensor, Tensor]:
+    """Another answer for these matrices alone: their indices, and which it failed for."""
     # Not a blocking copy: a small one is staged before the call returns.
-    return torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
+    index = torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
+    part, frame = _select(batch, index), frame[index]
+    q, failed_b = orthonormalize(part, frame)
+    _keep_or_replace(part, frame, q, failed_b)
+    batch.rotation[index] = part.rotation
+    return index, failed_b
 
 
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
