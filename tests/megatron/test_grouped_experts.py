@@ -32,7 +32,7 @@ def test_grouped_experts_step_as_the_single_process_optimizer(
 ) -> None:
     """Each expert's gate, up and down projection, numbered over all ranks, to the bit."""
     argv = [*ARO, *MOE, "--micro-batch-size", "1", *flags]
-    names = check_steps(pool.run(world_size, "grouped:train_recorded", argv))
+    names = check_steps(pool.run(world_size, "grouped:train_recorded", argv), argv)
     layers = [f"decoder.layers.{layer}.mlp.experts" for layer in range(2)]
     assert {name for name in names if ".experts." in name} == {
         f"{layer}.{part.format(expert)}"
