@@ -45,16 +45,24 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     x_bmn = zero_small_columns(x_bmn)
     _, q2 = sinkhorn_scales(x_bmn, config.sinkhorn_iters)
     x_bmn *= q2.sqrt().sqrt()
-    norms = torch.linalg.vector_norm(x_bmn, dim=2, keepdim=True)
-    inverse = reciprocal_or_zero(norms)
-    x_bmn *= inverse
-    s = x_bmn @ x_bmn.mT
+    norms_bm1 = torch.linalg.vector_norm(x_bmn, dim=2, keepdim=True)
+    x_bmn *= reciprocal_or_zero(norms_bm1)
+    s_bmm = x_bmn @ x_bmn.mT
     del x_bmn
-    s.diagonal(dim1=1, dim2=2).fill_(1.0 + SHIFT)
-    factor, info = torch.linalg.cholesky_ex(s, check_errors=False)
-    del s
+    return from_gram(r_bmm, s_bmm, norms_bm1, config)
+
+
+def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig) -> Orthonormal:
+    """The same from S, which is used up: X Q X^T with rows and columns divided by its rows' norms.
+
+    Args:
+        norms_bm1: the norms of the rows of X Q^1/2, whose squares S has lost.
+    """
+    inverse = reciprocal_or_zero(norms_bm1)
+    s_bmm.diagonal(dim1=1, dim2=2).fill_(1.0 + SHIFT)
+    factor, info = torch.linalg.cholesky_ex(s_bmm, check_errors=False)
     columns = inverse.mT / factor.diagonal(dim1=1, dim2=2)[:, None]
-    n_bmm = factor.mul_(norms).mul_(columns)
+    n_bmm = factor.mul_(norms_bm1).mul_(columns)
     n_bmm.diagonal(dim1=1, dim2=2).fill_(1.0)
     a = r_bmm @ n_bmm
     del factor, n_bmm
@@ -65,6 +73,10 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
 
 def extra_pass(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     """`attempt` and one more pass, which mends a Q that is not orthonormal enough."""
-    q, _ = attempt(r_bmm, x_bmn, config)
-    q, failed = cholesky_pass(q, config.scqr_eps / q.shape[2])
+    return one_more(attempt(r_bmm, x_bmn, config), config)
+
+
+def one_more(first: Orthonormal, config: AROConfig) -> Orthonormal:
+    """A Cholesky pass on what was not orthonormal enough."""
+    q, failed = cholesky_pass(first.q_bmk, config.scqr_eps / first.q_bmk.shape[2])
     return Orthonormal(q, failed | ~is_orthonormal(q))

@@ -74,11 +74,19 @@ def rownorm(x_bkn: Tensor) -> Tensor:
 
 
 def adam(x_bkn: Tensor, second_moment: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
-    """V <- beta2 V + (1 - beta2) X*X and f = X / (sqrt(V) + 1e-8), no bias correction.
+    """f = X / (sqrt(V) + 1e-8) and the V that results, no bias correction.
 
-    X has its true scale here. V saturates at the largest finite number instead of turning Inf,
-    which would hold its element at zero for ever. f comes back times a power of two.
+    X has its true scale here. f comes back times a power of two.
     """
-    v = torch.lerp(second_moment, x_bkn.square(), 1.0 - beta2)
-    v.clamp_(max=torch.finfo(v.dtype).max)
+    v = second_moment_after(x_bkn, second_moment, beta2)
     return to_unit_scale(x_bkn / (v.sqrt() + ADAM_EPS)), v
+
+
+def second_moment_after(x: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """V <- beta2 V + (1 - beta2) X*X, not in place.
+
+    V saturates at the largest finite number instead of turning Inf, which would hold its element
+    at zero for ever.
+    """
+    v = torch.lerp(second_moment, x.square(), 1.0 - beta2)
+    return v.clamp_(max=torch.finfo(v.dtype).max)
