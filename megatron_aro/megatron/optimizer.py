@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import (
     ParamKey,
     _get_megatron_optimizer_based_on_param_groups,
@@ -35,11 +34,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
 from megatron_aro.config import AROConfig
-from megatron_aro.megatron import param_layout, support
+from megatron_aro.megatron import checks, param_layout, support
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.chain import AROChainedOptimizer
+from megatron_aro.megatron.checks import Groups, Placed
 from megatron_aro.megatron.grids import Grid, make_grids
-from megatron_aro.megatron.matrices import Placement, is_aro_parameter, is_hidden_matrix, place
+from megatron_aro.megatron.matrices import is_aro_parameter, place
 from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.names import trainable_parameters
 from megatron_aro.megatron.report import print_padding, print_placements, whole_model
@@ -54,7 +54,6 @@ from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.cost import batch_limit, rates_of, seconds
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
-from megatron_aro.sharding.rules import check_used, unused
 
 
 @dataclasses.dataclass
@@ -78,10 +77,6 @@ class AROOptimizerConfig(OptimizerConfig):
         """Megatron's config with ARO's settings beside its own."""
         own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return cls(**own, **settings)
-
-
-# By (ARO's, experts').
-Groups = dict[tuple[bool, bool], list[dict[str, Any]]]
 
 
 def tag_parameters(model_chunks: Sequence[torch.nn.Module], aro: AROConfig | None = None) -> None:
@@ -136,16 +131,16 @@ def get_aro_optimizer(
     layout = argparse.Namespace(aro_param_layout=aro.param_layout)
     support.check_configs(get_model_config(chunk), chunk.ddp_config, config, layout)
     groups = _param_groups(config, model_chunks, config_overrides, aro)
-    _check_each_parameter_once(model_chunks, groups)
+    checks.each_parameter_once(model_chunks, groups)
     if config.use_distributed_optimizer:
-        _check_tags(model_chunks, groups)
+        checks.tags(model_chunks, groups)
     param_layout.check(model_chunks, config, aro)
     grids = make_grids(
         pg_collection, model_chunks, getattr(config, "use_gloo_process_groups", True)
     )
-    _check_some_matrix(groups, grids[False].model)
+    checks.some_matrix(groups, grids[False].model)
     placements = _place_all(model_chunks, aro, grids)
-    _check_exceptions(placements, aro)
+    checks.exceptions(placements, aro)
 
     wrapped = []
     of_aro: dict[bool, MegatronOptimizer] = {}
@@ -181,9 +176,6 @@ def get_aro_optimizer(
     return chain
 
 
-Placed = list[tuple[torch.nn.Parameter, Placement]]
-
-
 def _place_all(
     model_chunks: Sequence[torch.nn.Module], aro: AROConfig, grids: dict[bool, Grid]
 ) -> dict[bool, Placed]:
@@ -199,25 +191,6 @@ def _place_all(
     if names and max(names.values()) > 1:
         raise ValueError(f"Two parameters of this rank are called {names.most_common(1)[0][0]}.")
     return placed
-
-
-def _check_exceptions(placements: dict[bool, Placed], aro: AROConfig) -> None:
-    """An exception by name must fit something, on whichever rank.
-
-    Raises:
-        ValueError: on all ranks.
-    """
-    if not aro.exceptions:
-        return
-    mine = (
-        (placement.name, placement.matrices)
-        for of in placements.values()
-        for parameter, placement in of
-        if is_hidden_matrix(placement.name, parameter)
-    )
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, unused(aro, mine))
-    check_used({p: rule for p, rule in everyone[0].items() if all(p in of for of in everyone)})
 
 
 def _param_groups(
@@ -242,65 +215,6 @@ def _param_groups(
         kind = (group.get("optimizer") == NAME, group["is_expert_parallel"])
         groups.setdefault(kind, []).append(group)
     return dict(sorted(groups.items(), reverse=True))
-
-
-def _check_some_matrix(groups: Groups, model_parallel: dist.ProcessGroup) -> None:
-    """A pipeline stage may be without matrices, the model may not.
-
-    Raises:
-        ValueError: on all ranks.
-    """
-    mine = any(group["params"] for (is_aro, _), of in groups.items() if is_aro for group in of)
-    everyone = [False] * dist.get_world_size(model_parallel)
-    dist.all_gather_object(everyone, mine, group=model_parallel)
-    if not any(everyone):
-        raise ValueError(
-            "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
-        )
-
-
-def _check_each_parameter_once(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-    """Every trainable parameter must be in exactly one group, and nothing else in any.
-
-    Raises:
-        RuntimeError: naming the parameters.
-    """
-    grouped = Counter(
-        id(parameter)
-        for of_kind in groups.values()
-        for group in of_kind
-        for parameter in group["params"]
-    )
-    trainable = {id(parameter): name for name, parameter in trainable_parameters(model_chunks)}
-    wrong = [name for key, name in trainable.items() if grouped[key] != 1]
-    strangers = grouped.keys() - trainable.keys()
-    if wrong or strangers:
-        raise RuntimeError(
-            f"{len(wrong)} trainable parameters have no optimizer, or two: {wrong[:5]}; "
-            f"{len(strangers)} others have one."
-        )
-
-
-def _check_tags(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-    """The distributed optimizer needs each parameter in a flat buffer of its optimizer's kind."""
-    aro = {
-        id(parameter)
-        for (is_aro, _), of_kind in groups.items()
-        if is_aro
-        for group in of_kind
-        for parameter in group["params"]
-    }
-    untagged = [
-        name
-        for name, parameter in trainable_parameters(model_chunks)
-        if getattr(parameter, "is_managed_by_layer_wise_optimizer", None) != (id(parameter) in aro)
-    ]
-    if untagged:
-        raise RuntimeError(
-            f"{len(untagged)} parameters ({untagged[0]}) were put into flat buffers before ARO's "
-            "were tagged: call megatron_aro.register() before Megatron makes the model, or "
-            "megatron_aro.megatron.optimizer.tag_parameters() before you wrap it in DDP yourself."
-        )
 
 
 def _initialize_momentum(optimizer: MatrixOptimizer, config: OptimizerConfig | None = None) -> None:

@@ -1,0 +1,98 @@
+"""What must hold of parameters and their groups before an optimizer is made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_aro.config import AROConfig
+from megatron_aro.megatron.matrices import Placement, is_hidden_matrix
+from megatron_aro.megatron.names import trainable_parameters
+from megatron_aro.sharding.rules import check_used, unused
+
+# Parameter groups by (ARO's, experts').
+Groups = dict[tuple[bool, bool], list[dict[str, Any]]]
+# (parameter, placement) of one grid's parameters.
+Placed = list[tuple[torch.nn.Parameter, Placement]]
+
+
+def exceptions(placements: dict[bool, Placed], aro: AROConfig) -> None:
+    """An exception by name must fit something, on whichever rank.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if not aro.exceptions:
+        return
+    mine = (
+        (placement.name, placement.matrices)
+        for of in placements.values()
+        for parameter, placement in of
+        if is_hidden_matrix(placement.name, parameter)
+    )
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, unused(aro, mine))
+    check_used({p: rule for p, rule in everyone[0].items() if all(p in of for of in everyone)})
+
+
+def some_matrix(groups: Groups, model_parallel: dist.ProcessGroup) -> None:
+    """A pipeline stage may be without matrices, the model may not.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    mine = any(group["params"] for (is_aro, _), of in groups.items() if is_aro for group in of)
+    everyone = [False] * dist.get_world_size(model_parallel)
+    dist.all_gather_object(everyone, mine, group=model_parallel)
+    if not any(everyone):
+        raise ValueError(
+            "--optimizer aro finds no trainable matrix in this model: use --optimizer adam."
+        )
+
+
+def each_parameter_once(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+    """Every trainable parameter must be in exactly one group, and nothing else in any.
+
+    Raises:
+        RuntimeError: naming the parameters.
+    """
+    grouped = Counter(
+        id(parameter)
+        for of_kind in groups.values()
+        for group in of_kind
+        for parameter in group["params"]
+    )
+    trainable = {id(parameter): name for name, parameter in trainable_parameters(model_chunks)}
+    wrong = [name for key, name in trainable.items() if grouped[key] != 1]
+    strangers = grouped.keys() - trainable.keys()
+    if wrong or strangers:
+        raise RuntimeError(
+            f"{len(wrong)} trainable parameters have no optimizer, or two: {wrong[:5]}; "
+            f"{len(strangers)} others have one."
+        )
+
+
+def tags(model_chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
+    """The distributed optimizer needs each parameter in a flat buffer of its optimizer's kind."""
+    aro = {
+        id(parameter)
+        for (is_aro, _), of_kind in groups.items()
+        if is_aro
+        for group in of_kind
+        for parameter in group["params"]
+    }
+    untagged = [
+        name
+        for name, parameter in trainable_parameters(model_chunks)
+        if getattr(parameter, "is_managed_by_layer_wise_optimizer", None) != (id(parameter) in aro)
+    ]
+    if untagged:
+        raise RuntimeError(
+            f"{len(untagged)} parameters ({untagged[0]}) were put into flat buffers before ARO's "
+            "were tagged: call megatron_aro.register() before Megatron makes the model, or "
+            "megatron_aro.megatron.optimizer.tag_parameters() before you wrap it in DDP yourself."
+        )
