@@ -52,7 +52,8 @@ def measure(flags: Sequence[str]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     pretrain_gpt.train(flags, clock)
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**20, device="cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**20, device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     destroy_global_state()
     return {"milliseconds": clock.milliseconds(), "mib": peak.item()}
