@@ -47,9 +47,7 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
     x_bmn *= q2.sqrt().sqrt()
     norms_bm1 = torch.linalg.vector_norm(x_bmn, dim=2, keepdim=True)
     x_bmn *= reciprocal_or_zero(norms_bm1)
-    s_bmm = x_bmn @ x_bmn.mT
-    del x_bmn
-    return from_gram(r_bmm, s_bmm, norms_bm1, config)
+    return from_gram(r_bmm, x_bmn @ x_bmn.mT, norms_bm1, config)
 
 
 def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig) -> Orthonormal:
@@ -61,6 +59,7 @@ def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig
     inverse = reciprocal_or_zero(norms_bm1)
     s_bmm.diagonal(dim1=1, dim2=2).fill_(1.0 + SHIFT)
     factor, info = torch.linalg.cholesky_ex(s_bmm, check_errors=False)
+    del s_bmm
     columns = inverse.mT / factor.diagonal(dim1=1, dim2=2)[:, None]
     n_bmm = factor.mul_(norms_bm1).mul_(columns)
     n_bmm.diagonal(dim1=1, dim2=2).fill_(1.0)
