@@ -312,11 +312,7 @@ def _bind(
     )
     columns, true_elements = None, None
     if aro.mode == "full-model":
-        by_load = (
-            (load, t, d) for t, row in enumerate(plan.loads) for d, load in enumerate(row)
-        )
-        owner = min(by_load)[1:]
         columns, true_elements = by_columns.make(
-            wrapped, placements, grid, owner, main_parameters, vocabulary
+            wrapped, placements, grid, plan.idlest, main_parameters, vocabulary
         )
     wrapped.optimizer.bind(exchange, main_parameters, columns, true_elements)
