@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from aro_runs import ARO as _ARO
-from aro_runs import DISTRIBUTED, GATED, MOE, same
+from aro_runs import DISTRIBUTED, GATED, MOE, optimizer_state, same
 from full_model_runs import assembled, reference, train_counting, train_full
 from logical_state import logical, train_watched
 from pool import Pool
@@ -220,3 +222,80 @@ def test_the_number_of_collectives_does_not_depend_on_the_model(
     reductions = {dict(step)["all_reduce"] for step in found[0]}
     # Largest, rows, sinkhorn, rows, sinkhorn, norms, signs; each over TP and over DP.
     assert reductions == {2 * (1 + 1 + 5 + 1 + 5 + 1 + 1)}
+
+
+def test_exceptions_go_to_adamw(pool: Pool) -> None:
+    """By name, all stages' copies of the word embeddings alike; the table says so."""
+    exceptions = ["--aro-override", "*.word_embeddings.weight=adamw,*norm.*=adamw,*.0.*q*=left"]
+    ranks = pool.train(2, [*ARO, *GATED, *PP2, *exceptions], inspect=optimizer_state)
+    assert [rank.exit_status for rank in ranks] == [0, 0]
+    table = [line.split() for line in ranks[0].stdout.splitlines() if line.startswith("    ")]
+    by = {line[0]: line[3] for line in table if len(line) > 3}
+    for name, optimizer in {
+        "embedding.word_embeddings.weight": "AdamW",
+        "output_layer.weight": "AdamW",
+        "embedding.position_embeddings.weight": "ARO",
+        "decoder.final_layernorm.weight": "AdamW",
+        "decoder.layers.*.mlp.linear_fc2.weight": "ARO",
+    }.items():
+        assert by[name] == optimizer, name
+    assert sum(key.endswith("exp_avg_sq") for key in ranks[0].inspected) == 1 + 1 * 4
+    assert ranks[1].losses[-1] < ranks[1].losses[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--aro-projection", "adam"], "does not work with --aro-projection adam"),
+        (["--aro-rotation", "rgd"], "does not work with --aro-rotation rgd"),
+        ([*DISTRIBUTED, "--aro-param-layout", "whole"], "would hold a whole vocabulary matrix"),
+        (["--aro-override", "*embeddings*=left"], "fits no matrix of ARO"),
+    ],
+    ids=["adam", "rgd", "whole", "orientation"],
+)
+def test_what_does_not_work_is_refused(pool: Pool, flags: list[str], said: str) -> None:
+    """At start-up, in one sentence."""
+    (rank,) = pool.train(1, [*ARO, *GATED, *flags])
+    assert rank.exit_status == 2 and said in rank.stderr
+
+
+def test_bf16_is_clipped_and_monitored(pool: Pool) -> None:
+    """Losses near float32's, without AdamW and with the monitor's measured steps."""
+    argv = [*ARO, *GATED, "--clip-grad", "0.1"]
+    exact = pool.train(1, argv)[0]
+    monitor = ["--aro-monitor-interval", "2", "--timing-log-level", "1"]
+    ranks = pool.train(4, [*argv, *TP2, *DISTRIBUTED, *OVERLAP, "--bf16", *monitor])
+    # TP 2 pads the vocabulary to 192, 42 rows of padding in place of 10.
+    more = math.log(192 / 160)
+    assert exact.losses == pytest.approx([loss - more for loss in ranks[0].losses], rel=2**-6)
+    assert all(w.dtype == torch.bfloat16 for w in ranks[0].weights.values())
+    printed = "".join(rank.stdout for rank in ranks)
+    assert "> ARO at iteration 4:" in printed
+    assert re.search(r"last step took .* columns [0-9.]+", printed)
+
+
+def test_tokens_that_no_longer_occur_fade_away(pool: Pool) -> None:
+    """A momentum of 0.1 takes six tokens' columns through the denormals to zero within 50 steps.
+
+    The prototype's momentum, 0.95, takes 800 steps and more, and there reciprocals of such columns
+    turned everything NaN. Every weight is one process's, so nothing else felt it; the tokens'
+    own only decay in the end.
+    """
+    argv = [*ARO, *GATED, *TP2, "--aro-momentum", "0.1", "--train-iters", "60"]
+    ranks = pool.run(2, train_full, argv, vanishing=True)
+    optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
+    last = assembled(optimizers, [x["last"] for x in optimizers], ("columns", "vector"))
+    expected = reference(optimizers, VOCABULARY, AROConfig(momentum=0.1))
+    words = "embedding.word_embeddings.weight"
+    gone = [*range(3, 9), *range(99, 105)]
+    smallest = [
+        float(step[0][words].view(-1, 32)[3:9].abs().max()) for step in optimizers[0]["steps"]
+    ]
+    assert smallest[1] > 0 and not any(smallest[2:])
+    for name, weight in last.items():
+        assert weight.isfinite().all()
+        assert (weight - expected[name]).abs().max() < 1e-6, name
+    before = reference(optimizers, VOCABULARY, AROConfig(momentum=0.1), steps=50)
+    decay = math.prod(1 - lr * wd for _, lr, wd in optimizers[0]["steps"][50:])
+    assert torch.allclose(last[words][gone], before[words][gone] * decay, rtol=1e-5, atol=1e-8)
+    assert not torch.allclose(last[words][20:30], before[words][20:30] * decay, rtol=1e-2)
