@@ -195,7 +195,9 @@ class Columns:
             low = matrix.held[self._d][0]
             for move in moves:
                 if move.source == self._d:
-                    theirs[move.target].append(held[matrix.name][move.start - low : move.stop - low])
+                    theirs[move.target].append(
+                        held[matrix.name][move.start - low : move.stop - low]
+                    )
                 if move.target == self._d:
                     begin = move.start // matrix.width * matrix.width
                     ours[move.source].append(self._cut[i][move.start - begin : move.stop - begin])
@@ -311,7 +313,7 @@ class Columns:
         _unpack(received, [x for source in receive for x in source])
 
     def _all_gather(self, group: dist.ProcessGroup, ranks: list[list[Tensor]]) -> None:
-        """One collective: what rank r has of ``ranks[r]`` all get; padded, for gloo wants it even."""
+        """One collective: all get what rank r has of ``ranks[r]``; padded, gloo wants it even."""
         longest = max(sum(x.numel() for x in of) for of in ranks)
         if not longest:
             return

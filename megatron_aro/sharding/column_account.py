@@ -1,4 +1,4 @@
-"""What matrices that are stepped by columns cost each rank of a stage, as `account` has the rest."""
+"""What matrices stepped by columns cost each rank of a stage; `account` has the rest."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def add_columns(
     """Add it to the figures of the positions [tp][dp]; `owner` turns the rotations.
 
     In a step each rank holds at its peak, of its columns, the momentum scaled, in the frame,
-    squared and projected, and of each rotation its share of A and two copies of it flat.
+    squared and projected, and of each rotation its share of A and two copies of it flat; or the
+    owner, while it turns them together, eleven m x k of each.
     """
     for t, row in enumerate(figures):
         for d, figure in enumerate(row):
-            workspace = 0
+            workspace = rotations = 0
             for matrix in matrices:
                 m, n = matrix.shape
                 start, stop = matrix.stepped(t, d)
@@ -44,6 +45,7 @@ def add_columns(
                 figure.milliseconds += 1e3 * took
                 figure.rotation += rotation
                 workspace += 4 * FP32 * m * mine + 3 * rotation
+                rotations += rotation
                 if len(figures) * len(row) > 1:
                     figure.summed += 2 * rotation + FP32 * _ROW_SUMS * min(m, n)
                 if matrix.shared:
@@ -51,7 +53,8 @@ def add_columns(
                     rows = own[1] - own[0]
                     figure.dp_sent += FP32 * m * rows * (len(row) - 1)
                     figure.dp_received += FP32 * m * (true - rows)
-            figure.workspace = max(figure.workspace, workspace)
+            turning = 11 * rotations if (t, d) == owner else 0
+            figure.workspace = max(figure.workspace, workspace, turning)
             # Momenta there and updates back.
             out = FP32 * moved(matrices, t, d)
             back = FP32 * sum(

@@ -17,7 +17,6 @@ from megatron_aro.sharding import rules
 from megatron_aro.sharding.geometry import Layout
 from megatron_aro.sharding.logical import LogicalMatrix
 
-
 WORDS = "embedding.word_embeddings.weight"
 By = Literal["adamw", "matrices", "columns", "vector"]
 

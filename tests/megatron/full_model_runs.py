@@ -45,8 +45,8 @@ def train_full(argv: list[str], vanishing: bool = False) -> dict[str, Any]:
         and the shape of the shard; and `largest`, elements of the largest piece it stepped.
     """
     from megatron_aro.megatron import by_columns
-    from megatron_aro.runtime import columns
     from megatron_aro.rotation import stacks
+    from megatron_aro.runtime import columns
 
     found: dict[int, dict[str, Any]] = {}
     largest = [0]

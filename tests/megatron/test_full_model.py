@@ -99,7 +99,9 @@ def test_every_layout_steps_as_one_process(
         assert not torch.equal(weight, first[name])
     if "output_layer.weight" in last and not {UNTIED[0], MTP[0]} & {*flags}:
         assert torch.equal(last["output_layer.weight"], last["embedding.word_embeddings.weight"])
-    assert all(optimizer["largest"] <= share(optimizer, optimizers, flags) for optimizer in optimizers)
+    assert all(
+        optimizer["largest"] <= share(optimizer, optimizers, flags) for optimizer in optimizers
+    )
 
 
 def share(optimizer: dict, optimizers: list[dict], flags: list[str]) -> int:

@@ -41,9 +41,7 @@ def positions(matrix: ByColumns) -> list[tuple[int, int]]:
 def test_each_true_row_is_stepped_once_and_no_padding(matrix: ByColumns) -> None:
     """Over all positions; of a replicated matrix too."""
     stepped = Counter(
-        matrix.first(t) + row
-        for t, d in positions(matrix)
-        for row in range(*matrix.stepped(t, d))
+        matrix.first(t) + row for t, d in positions(matrix) for row in range(*matrix.stepped(t, d))
     )
     assert stepped == Counter(range(matrix.rows))
 

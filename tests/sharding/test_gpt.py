@@ -104,9 +104,7 @@ def test_ranges_are_those_of_the_distributed_optimizer(ranks: list[Built]) -> No
             held = {real.name: real.held for real in reals}
             for expert in (False, True):
                 for aro in (False, True):
-                    mine = [
-                        p for p in parameters if (p.expert, p.by != "adamw") == (expert, aro)
-                    ]
+                    mine = [p for p in parameters if (p.expert, p.by != "adamw") == (expert, aro)]
                     split = rank.run.split
                     by = split.etp * split.ep if expert else split.tp
                     d = rank.at["edp" if expert else "dp"]
