@@ -132,7 +132,7 @@ def test_full_model_mode_leaves_nothing_to_adamw(tied: bool, run: Run) -> None:
 
 @pytest.mark.parametrize("rows", [700, 96])
 def test_workspace_of_columns_is_what_they_take(rows: int) -> None:
-    """Against the tensors that a step makes, two matrices at once; at most 5% more, as masks are."""
+    """Against the tensors that a step makes, two at once; at most 5% more, as masks are."""
     torch.manual_seed(0)
     held = everywhere(rows * 96, 1)
     matrices = [ByColumns(name, rows, 96, rows, 1, True, held) for name in "ab"]

@@ -92,7 +92,7 @@ def test_every_true_element_gets_its_update(matrix: ByColumns) -> None:
 
 
 def test_the_largest_share_is_small() -> None:
-    """Qwen3-8B's vocabulary at TP 2 x DP 4: about an eighth of its rows each, one row at most cut."""
+    """Qwen3-8B's vocabulary at TP 2 x DP 4: an eighth of its rows each, one row cut at most."""
     rows, width = 151_936, 4096
     buffer = lay_out([rows // 2 * width, width], 4)
     matrix = ByColumns("w", rows, width, rows // 2, 2, False, buffer.held(0))
