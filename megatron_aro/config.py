@@ -17,6 +17,7 @@ Orientation = Literal["residual", "min-side", "left", "right"]
 Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
 ExchangeDtype = Literal["fp32", "bf16"]
 ParamLayout = Literal["packed", "whole"]
+Mode = Literal["hybrid", "full-model"]
 
 ADAMW = "adamw"  # among the rules of exceptions: not ARO's
 NONE = "none"
@@ -35,6 +36,12 @@ class AROConfig:
         ValueError: a field is outside its range; the message names field, value and rule.
     """
 
+    mode: Mode = _setting(
+        "hybrid",
+        "What ARO steps: hybrid is hidden matrices, AdamW the rest; full-model is embeddings, "
+        "output layer, biases and norms too (Megatron only).",
+        Mode,
+    )
     momentum: float = _setting(0.95, "Decay beta of the momentum M <- beta M + (1 - beta) G.")
     projection: Projection = _setting(
         "sinkhorn", "Base optimizer f that acts in the rotated frame.", Projection
@@ -121,6 +128,13 @@ class AROConfig:
             if choices:
                 self._require(f.name, choices.__contains__, f"must be one of {', '.join(choices)}")
 
+        for name, value in (("projection", "adam"), ("rotation", "rgd")):
+            if self.mode == "full-model" and getattr(self, name) == value:
+                raise ValueError(
+                    f"ARO setting mode ({flag('mode')}) is full-model, which does not work with "
+                    f"{flag(name)} {value}: vocabulary matrices are stepped in pieces, for which "
+                    "it is not made; use another one, or hybrid."
+                )
         known = (*get_args(Orientation), ADAMW)
         for pattern, rule in self.exceptions:
             if not pattern or rule not in known or (rule == ADAMW and "#" in pattern):

@@ -19,16 +19,18 @@ class Class:
 
     parameters: int = 0
     matrices: int = 0
+    aro: bool = False
 
 
 def classes(gpt: GPT) -> dict[str, Class]:
-    """The model's parameters by class; matrices are those that hybrid mode gives to ARO."""
+    """The model's parameters by class, with the matrices that ARO steps."""
     whole = Chunk(tuple(range(gpt.layers)), first=True, last=True)
     found: dict[str, Class] = {}
     for parameter in chunk_parameters(gpt, whole, Split()):
         of_kind = found.setdefault(_kind(parameter), Class())
         of_kind.parameters += parameter.numel
-        of_kind.matrices += len(parameter.matrices)
+        of_kind.matrices += len(parameter.matrices) + (parameter.by == "columns")
+        of_kind.aro |= parameter.by != "adamw"
     return found
 
 
@@ -81,7 +83,7 @@ def _parameters(gpt: GPT, args: argparse.Namespace) -> str:
     rest = "AdamW" if args.optimizer in ("adam", *_MATRIX_OPTIMIZERS) else args.optimizer
     lines = [f"{'class':18} {'parameters':>15} {'matrices':>9}  optimizer"]
     for kind, of_kind in found.items():
-        by = matrix_optimizer if of_kind.matrices and args.optimizer != "adam" else rest
+        by = matrix_optimizer if of_kind.aro and args.optimizer != "adam" else rest
         matrices = f"{of_kind.matrices:,}" if of_kind.matrices else "-"
         lines.append(f"{kind:18} {of_kind.parameters:15,} {matrices:>9}  {by}")
     total = sum(of_kind.parameters for of_kind in found.values())

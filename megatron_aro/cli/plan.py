@@ -20,7 +20,7 @@ from typing import Any
 from megatron_aro.cli import configs, parsing
 from megatron_aro.sharding.account import Account, Run, account
 from megatron_aro.sharding.buffers import padding_note
-from megatron_aro.sharding.cost import rates_of
+from megatron_aro.sharding.cost import plain_rates_of, rates_of
 from megatron_aro.sharding.gpt import GPT, Chunk, Split
 
 # Before the user's flags; they say nothing about the plan, but Megatron wants them.
@@ -52,6 +52,7 @@ _ROWS = {
     "dp_received": ("MiB received over DP", 2.0**20),
     "tp_sent": ("MiB sent over TP", 2.0**20),
     "tp_received": ("MiB received over TP", 2.0**20),
+    "summed": ("MiB summed over ranks", 2.0**20),
     "gradients": ("MiB of gradients sent", 2.0**20),
     "buffered": ("M elements, ARO buffers", 1e6),
     "padding": ("  of them padded by whole", 1e6),
@@ -309,6 +310,7 @@ def run_settings(args: argparse.Namespace) -> Run:
         gradient_bytes=4 if in_fp32 else 2,
         workspace=aro.workspace_mib << 20,
         rates=rates_of(aro),
+        column_rates=plain_rates_of(aro),
         exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],
     )
 

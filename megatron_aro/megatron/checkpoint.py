@@ -151,16 +151,21 @@ def sharded_state(
     if source is not None and source.rotation is not None:
         return state
     state[MATRICES] = {
-        key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor, replica_id=_copy(wrapped))
+        key: ShardedTensor.from_rank_offsets(PREFIX + key, tensor, replica_id=_copy(wrapped, key))
         for wrapped in chain
         for key, tensor in _matrices([wrapped]).items()
     }
     return state
 
 
-def _copy(wrapped: MegatronOptimizer) -> int:
-    """Which of the copies this is: each instance of the distributed optimizer has one."""
-    return getattr(wrapped, "distributed_optimizer_instance_id", 0)
+def _copy(wrapped: MegatronOptimizer, key: str) -> tuple[int, int]:
+    """Which of the copies this is; that of zeros is written.
+
+    Each instance of the distributed optimizer has one, and in full-model mode each rank has the
+    rotations of vocabulary matrices.
+    """
+    instance = getattr(wrapped, "distributed_optimizer_instance_id", 0)
+    return instance, int(key in wrapped.optimizer.read_only())
 
 
 def load(
@@ -207,7 +212,9 @@ def save_matrices(chain: list[MegatronOptimizer], folder: Path) -> None:
     There one data-parallel rank writes for all, and each has its own rotations.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: tensor.clone() for key, tensor in _matrices(chain).items()}
+    others = frozenset[str]().union(*(optimizer.read_only() for optimizer in _aro(chain)))
+    mine = {key: tensor for key, tensor in _matrices(chain).items() if key not in others}
+    state = {key: tensor.clone() for key, tensor in mine.items()}
     torch.save(state, folder / _FILE.format(dist.get_rank(), dist.get_world_size()))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_aro.config import AROConfig
-from megatron_aro.megatron.matrices import Placement, is_hidden_matrix
+from megatron_aro.megatron.matrices import Placement, rule_name, would_be_aros
 from megatron_aro.megatron.names import trainable_parameters
 from megatron_aro.sharding.rules import check_used, unused
 
@@ -29,10 +29,10 @@ def exceptions(placements: dict[bool, Placed], aro: AROConfig) -> None:
     if not aro.exceptions:
         return
     mine = (
-        (placement.name, placement.matrices)
+        (rule_name(placement.name, parameter), placement.matrices)
         for of in placements.values()
         for parameter, placement in of
-        if is_hidden_matrix(placement.name, parameter)
+        if would_be_aros(placement.name, parameter, aro)
     )
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, unused(aro, mine))

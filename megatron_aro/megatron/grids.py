@@ -23,6 +23,8 @@ class Grid:
         statistics: over which those of the distributed optimizer are.
         checkpoint_index: which of the `data` groups this is, in checkpoint keys.
         buffers: the name of DDP's list of flat buffers.
+        embedding: the pipeline stages that have copies of the word embeddings, if any, first the
+            one that has the model's beginning.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -34,6 +36,7 @@ class Grid:
     instance: int
     checkpoint_index: int
     buffers: str
+    embedding: dist.ProcessGroup | None = None
 
 
 def make_grids(
@@ -59,6 +62,7 @@ def make_grids(
             instance=instance,
             checkpoint_index=get_pg_rank(found["mp_group"]),
             buffers="buffers",
+            embedding=getattr(groups, "embd", None),
         ),
         True: Grid(
             ranks=_ranks(groups.expt_tp, found["intra_expt_dp_group"]),

@@ -107,8 +107,17 @@ def _get_megatron_optimizer_config(original: Original, args: Any) -> Any:
             report_interval=args.log_interval,
             report_phases=args.timing_log_level > 0,
             use_gloo_process_groups=args.use_gloo_process_groups,
+            vocabulary=_true_vocabulary(args),
         )
     return config, overrides
+
+
+def _true_vocabulary(args: Any) -> int | None:
+    """Without padding: the tokenizer's where Megatron has made one."""
+    from megatron.training import global_vars
+
+    tokenizer = global_vars._GLOBAL_TOKENIZER
+    return args.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 def _get_megatron_emerging_optimizer(

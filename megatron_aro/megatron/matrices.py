@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,9 @@ from megatron_aro.sharding.geometry import Layout
 from megatron_aro.sharding.logical import LogicalMatrix, check_partition
 
 _VOCABULARY = re.compile(r"(word_embeddings|position_embeddings|output_layer)\.weight$")
+_SHARED = "embedding.word_embeddings.weight"
+
+By = Literal["adamw", "matrices", "columns", "vector"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,9 @@ class Placement:
     """What happens to one trainable parameter.
 
     `shape` is the whole parameter's, before tensor parallelism; `layout` says how that cuts it.
-    `matrices` is empty for a parameter that AdamW steps. `note` says why an orientation was
-    chosen where the table does not know the name.
+    `matrices` is empty for a parameter that is not stepped as matrices with an owner. `note` says
+    why an orientation was chosen where the table does not know the name. `by`, what steps it:
+    AdamW; ARO, in matrices; in full-model mode also ARO where it lies, by columns, or as a vector.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Placement:
     layout: Layout
     matrices: tuple[LogicalMatrix, ...] = ()
     note: str = ""
+    by: By = "adamw"
 
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -42,9 +48,21 @@ def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 or (parameter.dim() == 3 and ".experts." in name)
 
 
+def would_be_aros(name: str, parameter: torch.Tensor, aro: AROConfig) -> bool:
+    """Whether ARO steps it unless an exception sends it to AdamW."""
+    return aro.mode == "full-model" or is_hidden_matrix(name, parameter)
+
+
 def is_aro_parameter(name: str, parameter: torch.Tensor, aro: AROConfig) -> bool:
-    """Whether ARO steps it: a hidden matrix that no exception sends to AdamW."""
-    return is_hidden_matrix(name, parameter) and not rules.is_adamws(name, aro)
+    """Whether ARO steps it."""
+    return would_be_aros(name, parameter, aro) and not rules.is_adamws(
+        rule_name(name, parameter), aro
+    )
+
+
+def rule_name(name: str, parameter: torch.Tensor) -> str:
+    """The name that exceptions mean: all stages' copies of the word embeddings go the same way."""
+    return _SHARED if getattr(parameter, "shared_embedding", False) else name
 
 
 def place(
@@ -65,6 +83,14 @@ def place(
     shape = tuple(n * tp if i == axis else n for i, n in enumerate(parameter.shape))
     if not is_aro_parameter(name, parameter, aro):
         return Placement(name, shape, Layout(shape[0], tp, axis))
+    if not is_hidden_matrix(name, parameter):
+        by: By = "columns" if parameter.dim() == 2 else "vector"
+        if by == "columns" and axis == 1:
+            raise ValueError(
+                f"{name}: a vocabulary matrix whose columns tensor parallelism cuts is not "
+                f"supported in full-model mode: send it to AdamW ({flag('override')})."
+            )
+        return Placement(name, shape, Layout(shape[0], tp, axis), by=by)
     if axis is not None and len(shape) == 3:
         raise ValueError(f"{name}: experts fused into one weight cannot be tensor parallel yet.")
     experts = shape[0] if len(shape) == 3 else 1
@@ -86,7 +112,8 @@ def place(
     }
     matrices, note = rules.matrices(name, of_all, columns, aro)
     check_partition(name, experts * rows, matrices)
-    return Placement(name, shape, Layout(experts * rows, tp, axis, blocks), matrices, note)
+    layout = Layout(experts * rows, tp, axis, blocks)
+    return Placement(name, shape, layout, matrices, note, "matrices")
 
 
 def _sharded_axis(parameter: torch.Tensor) -> int | None:

@@ -34,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_pg_size
 
 from megatron_aro.config import AROConfig
-from megatron_aro.megatron import checks, param_layout, support
+from megatron_aro.megatron import by_columns, checks, param_layout, support
 from megatron_aro.megatron.arguments import NAME
 from megatron_aro.megatron.chain import AROChainedOptimizer
 from megatron_aro.megatron.checks import Groups, Placed
@@ -65,12 +65,15 @@ class AROOptimizerConfig(OptimizerConfig):
         report_interval: steps between two reports of fall-backs, None for never.
         report_phases: whether a report also says how long the phases of the last step took.
         use_gloo_process_groups: whether Megatron made gloo groups, for checkpoints.
+        vocabulary: tokens, in full-model mode: rows of word embeddings and output layer beyond
+            them are padding and stay as they are. None takes all rows for tokens.
     """
 
     aro: AROConfig = dataclasses.field(default_factory=AROConfig)
     report_interval: int | None = None
     report_phases: bool = False
     use_gloo_process_groups: bool = True
+    vocabulary: int | None = None
 
     @classmethod
     def extend(cls, config: OptimizerConfig, **settings: Any) -> AROOptimizerConfig:
@@ -163,7 +166,8 @@ def get_aro_optimizer(
         wrapped.append(optimizer)
     loads: dict[int, float] = {}
     for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
-        _bind(of_aro[is_expert], placements[is_expert], grids[is_expert], loads)
+        bound = of_aro[is_expert], placements[is_expert], grids[is_expert], loads
+        _bind(*bound, getattr(config, "vocabulary", None))
     everywhere = whole_model([x for of_grid in placements.values() for _, x in of_grid])
     print_placements(everywhere)
     if aro.param_layout == "whole":
@@ -266,17 +270,22 @@ def _wrap(
 
 
 def _bind(
-    wrapped: MegatronOptimizer, placements: Placed, grid: Grid, loads: dict[int, float]
+    wrapped: MegatronOptimizer,
+    placements: Placed,
+    grid: Grid,
+    loads: dict[int, float],
+    vocabulary: int | None,
 ) -> None:
     """Plan who steps what, and tell ARO which main parameters the wrapper left on this rank.
 
     Args:
         loads: seconds of work that the ranks of this pipeline stage have already; increased.
+        vocabulary: see `AROOptimizerConfig`.
     """
     tp, dp = get_pg_size(grid.tensor), get_pg_size(grid.data)
     sharded, main_parameters = [], {}
     for parameter, placement in placements:
-        if not placement.matrices:
+        if placement.by == "adamw":
             continue
         held = held_intervals(wrapped, parameter, dp)
         sharded += [
@@ -301,4 +310,9 @@ def _bind(
         device,
         {"fp32": torch.float32, "bf16": torch.bfloat16}[aro.exchange_dtype],
     )
-    wrapped.optimizer.bind(exchange, main_parameters)
+    columns, true_elements = None, None
+    if aro.mode == "full-model":
+        columns, true_elements = by_columns.make(
+            wrapped, placements, grid, plan.idlest, main_parameters, vocabulary
+        )
+    wrapped.optimizer.bind(exchange, main_parameters, columns, true_elements)

@@ -22,13 +22,15 @@ def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
     for placement in placements:
         matrices = placement.matrices
         sides = dict.fromkeys("columns" if x.transposed else "rows" for x in matrices)
+        if placement.by == "columns":
+            sides = {"columns": None}
         parts = dict.fromkeys(
             re.sub(r"expert\d+", "expert", x.name.partition("#")[2]) for x in matrices
         )
         row = (
             re.sub(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$", "*", placement.name),
             "x".join(map(str, placement.shape)),
-            "ARO" if matrices else "AdamW",
+            "AdamW" if placement.by == "adamw" else "ARO",
             ", ".join(sides) or "-",
             ", ".join(filter(None, parts)) or "-",
         )

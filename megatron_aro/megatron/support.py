@@ -57,6 +57,12 @@ _REFUSALS = (
         "add the latter or drop the former",
     ),
     Refusal(
+        "--aro-mode full-model with --aro-param-layout whole",
+        lambda args: args.aro_param_layout == "whole" and args.aro_mode == "full-model",
+        "a rank would hold a whole vocabulary matrix",
+        "use packed",
+    ),
+    Refusal(
         "--fp16", _is_set("fp16"), "ARO has no loss scaling", "use --bf16, or float32 without it"
     ),
     Refusal(
@@ -292,6 +298,13 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
             f"The checkpoint's run sent {before} to AdamW with --aro-override, this one {now}: go "
             "on as it was, since a parameter has the state of one optimizer, or take the weights "
             "alone with --no-load-optim."
+        )
+    modes = [arguments.aro_config(x).mode for x in (saved, args)]
+    if saved.optimizer == args.optimizer and modes[0] != modes[1]:
+        raise RefusedError(
+            f"The checkpoint's run had --aro-mode {modes[0]}, this one {modes[1]}: go on as it "
+            "was, since a parameter has the state of one optimizer, or take the weights alone "
+            "with --no-load-optim."
         )
     restartable = args.aro_init_rotation and state.get("content_metadata") is not None
     if changed and not restartable:

@@ -28,6 +28,7 @@ from megatron_aro.rotation import (
     read_failed,
     second_moment_shape,
 )
+from megatron_aro.runtime.columns import Columns
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.timeline import Phases, SideStream
 from megatron_aro.sharding.plan import Batch
@@ -52,14 +53,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.reported: dict[str, int] = {}  # fall-backs that a report has named already
         self.measuring = False  # whether the next step is measured, see `measures`
 
-    def bind(self, exchange: Exchange, main_parameters: Mapping[str, Tensor]) -> None:
+    def bind(
+        self,
+        exchange: Exchange,
+        main_parameters: Mapping[str, Tensor],
+        columns: Columns | None = None,
+        true_elements: Mapping[str, int] | None = None,
+    ) -> None:
         """Say what this rank owns, and what it holds.
 
         Args:
             exchange: moves pieces of all ranks to the owners of matrices, and updates back.
             main_parameters: float32 main parameter (whole, or a 1-D slice) by parameter name.
+            columns: steps what has no owner.
+            true_elements: of main parameters that end in padding, how many elements come first.
         """
         self._exchange, self._main = exchange, dict(main_parameters)
+        self.columns = columns
+        self._true = {self._main[name]: n for name, n in (true_elements or {}).items()}
         plan = exchange.plan
         self.phases = Phases(exchange.device)
         self._side = SideStream(exchange.device, exchange.travels)
@@ -112,12 +123,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.initialize_state()
         with self.phases("momentum"):
             for group in self.param_groups:
-                momenta = [self.state[p]["exp_avg"] for p in group["params"]]
-                advance_momentum(momenta, [p.grad for p in group["params"]], self.aro.momentum)
+                momenta = [self._stepped_part(p, self.state[p]["exp_avg"]) for p in group["params"]]
+                gradients = [self._stepped_part(p, p.grad) for p in group["params"]]
+                advance_momentum(momenta, gradients, self.aro.momentum)
         for stepped in self._stepped():
             stepped.allocate(self._exchange.device)
         held = self._held_momenta()
         arriving = self._gather(0, held)
+        if self.columns is not None:
+            with self.phases("columns"):
+                self.columns.start(held)
         for number, chunk in enumerate(self._chunks):
             arrived = arriving
             if number + 1 < len(self._chunks):
@@ -147,10 +162,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._side.wait(back)
         for stepped in self._stepped():
             stepped.release()
+        if self.columns is not None:
+            with self.phases("columns"):
+                self.columns.finish(self._held_momenta(), gradients)
         with self.phases("weights"):
             for group in self.param_groups:
-                updates = [p.grad for p in group["params"]]
-                apply_updates(group["params"], updates, group["lr"], group["weight_decay"])
+                weights = [self._stepped_part(p, p) for p in group["params"]]
+                updates = [self._stepped_part(p, p.grad) for p in group["params"]]
+                apply_updates(weights, updates, group["lr"], group["weight_decay"])
+
+    def _stepped_part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """Of a main parameter's weights, momentum or gradient, what is no padding."""
+        true = self._true.get(parameter)
+        return tensor if true is None else tensor.view(-1)[:true]
 
     def _held_momenta(self) -> dict[str, Tensor]:
         return {name: self.state[main]["exp_avg"].view(-1) for name, main in self._main.items()}
@@ -198,9 +222,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     (failed,) = read_failed([attempt])
                     finish_update(stepped.state, attempt, failed, self.aro)
                 stepped.release()
+        if self.columns is not None:
+            self.columns.align(momenta, sweeps)
 
     def rotation_state(self) -> dict[str, Tensor]:
-        """What belongs to the matrices that this rank owns, by ``<kind>.<name>``, as views.
+        """What belongs to the matrices that this rank steps, by ``<kind>.<name>``, as views.
 
         ``rotation.<name>`` [m, k]; ``fallbacks.<name>``, counts of FALLBACK_RUNGS, int64; and for
         the adam projection ``second_moment.<name>`` [k, n].
@@ -213,7 +239,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 state[f"fallbacks.{name}"] = stepped.state.fallbacks[i]
                 if stepped.state.second_moment is not None:
                     state[f"second_moment.{name}"] = stepped.state.second_moment[i]
-        return state
+        return state | (self.columns.rotation_state() if self.columns is not None else {})
+
+    def read_only(self) -> frozenset[str]:
+        """Keys of `rotation_state` that another rank has too, which writes them."""
+        if self.columns is None or self.columns.is_owner:
+            return frozenset()
+        return frozenset(self.columns.rotation_state())
 
     def load_rotation_state(self, loaded: Mapping[str, Tensor]) -> None:
         """Inverse of `rotation_state`; checks everything before it changes anything.
@@ -272,6 +304,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def fallback_counts(self) -> dict[str, int]:
         """Rungs of orthonormalisation climbed so far, by name. Syncs with the device."""
         counts = [stepped.state.fallbacks.sum(dim=0) for stepped in self._stepped()]
+        if self.columns is not None:
+            counts.append(self.columns.fallbacks())
         total = torch.stack(counts).sum(dim=0).tolist() if counts else [0] * len(FALLBACK_RUNGS)
         return dict(zip(FALLBACK_RUNGS, total, strict=True))
 

@@ -13,6 +13,8 @@ from itertools import accumulate
 
 from megatron_aro.config import ParamLayout
 from megatron_aro.sharding.buffers import everywhere, lay_out, lay_out_whole
+from megatron_aro.sharding.column_account import add_columns
+from megatron_aro.sharding.columns import ByColumns
 from megatron_aro.sharding.cost import (
     FP32,
     H100,
@@ -48,6 +50,7 @@ class Run:
         gradient_bytes: an element of the gradient buffers.
         exchange_bytes: an element that is gathered or returned.
         workspace: bytes that stepping a batch may take; one matrix always goes.
+        rates, column_rates: of matrices with an owner, and of those stepped by columns.
     """
 
     ranks: int
@@ -61,6 +64,7 @@ class Run:
     exchange_bytes: int = FP32
     workspace: int = 2 << 30
     rates: Rates = H100["fp16x3"]
+    column_rates: Rates = H100["fp32"]
 
     def __post_init__(self) -> None:
         for product, what in (
@@ -93,8 +97,9 @@ class Figures:
         stored: elements of all parameters (of all gradients: as many), padding included.
         buffered: elements of ARO's flat buffers (of one of each kind: gradients, parameters),
             padding included; padding: how many of them param layout "whole" adds to "packed".
-        adamw: elements of AdamW's parameters whose moments are kept here (a tied output layer's
-            bucket of its own is left out: a few are then on other ranks of the last stage).
+        summed: of sums over all ranks of a stage, and of rotations that go to them, in full-model
+            mode; what completes rows is in dp_sent and dp_received.
+        adamw: elements of AdamW's parameters whose moments are kept here.
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.
@@ -107,6 +112,7 @@ class Figures:
     dp_received: int = 0
     tp_sent: int = 0
     tp_received: int = 0
+    summed: int = 0
     gradients: float = 0.0
     stored: int = 0
     buffered: int = 0
@@ -183,11 +189,11 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
     whole = Chunk(tuple(range(gpt.layers)), first=True, last=True)
     everything = chunk_parameters(gpt, whole, Split())
     check_used(unused(gpt.aro, ((p.name, p.matrices) for p in everything if p.hidden)))
-    aro = [parameter for parameter in everything if parameter.matrices]
+    aro = [parameter for parameter in everything if parameter.by != "adamw"]
     return Account(
         parameters=sum(parameter.numel for parameter in everything),
         aro_parameters=sum(parameter.numel for parameter in aro),
-        matrices=sum(len(parameter.matrices) for parameter in aro),
+        matrices=sum(len(p.matrices) + (p.by == "columns") for p in aro),
         largest=max(
             (
                 1e3 * batch_seconds(1, *matrix.shape, run.rates)
@@ -234,6 +240,7 @@ def _grid(
     """
     tp, dp = len(loads), len(loads[0])
     sharded: list[Sharded] = []
+    columns: list[ByColumns] = []
     cut: dict[tuple[tuple[Interval, ...], int, Layout], tuple[Part, ...]] = {}
     buffered = 0  # elements of all gradient buffers
     buffered_aro = padding = 0
@@ -241,10 +248,11 @@ def _grid(
     changes = {aro: [0] * (dp + 1) for aro in (True, False)}
     for number, parameters in enumerate(chunks):
         for aro in (True, False):
-            mine = [p for p in parameters if bool(p.matrices) == aro]
+            mine = [p for p in parameters if (p.by != "adamw") == aro]
             sizes = [p.shard for p in mine]
             settings = (sizes, dp, None if number else bucket_size, run.for_bandwidth)
-            packed = buffer = lay_out(*settings)
+            alone = {i for i, p in enumerate(mine) if p.shared}
+            packed = buffer = lay_out(*settings, alone)
             if aro and run.param_layout == "whole":
                 buffer = lay_out_whole(*settings)
             numel = buffer.numel if run.distributed else sum(sizes)
@@ -257,6 +265,12 @@ def _grid(
                 for first, last, (start, stop) in held.runs:
                     changes[aro][first] += stop - start
                     changes[aro][last] -= stop - start
+                if parameter.by == "columns" and not parameter.is_copy:
+                    rows, width = parameter.shape
+                    stored, replicated = sizes[i] // width, parameter.layout.axis is None
+                    columns.append(
+                        ByColumns(parameter.name, rows, width, stored, tp, replicated, held)
+                    )
                 for matrix in parameter.matrices:
                     key = (matrix.intervals, matrix.columns, parameter.layout)
                     if key not in cut:
@@ -283,6 +297,8 @@ def _grid(
             figure.tp_sent = moved.sent("tensor", run.exchange_bytes)
             figure.tp_received = moved.received("tensor", run.exchange_bytes)
             figure.exchange = moved.buffers(run.exchange_bytes)
+    if columns:
+        add_columns(columns, plan.idlest, figures, run.column_rates)
     return figures
 
 

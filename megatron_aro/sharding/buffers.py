@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_aro.sharding.logical import Interval
@@ -53,28 +53,30 @@ def lay_out(
     ranks: int,
     bucket_size: int | None = None,
     for_bandwidth: bool = False,
+    alone: Container[int] = (),
 ) -> FlatBuffer:
     """Lay parameters of these sizes out in one buffer.
 
     Args:
-        sizes: elements of each parameter on one rank, in the model's order. None of them is a
-            shared embedding, to which Megatron gives a bucket of its own.
+        sizes: elements of each parameter on one rank, in the model's order.
         ranks: that share the buffer.
         bucket_size: elements after which a bucket ends; None for one bucket.
         for_bandwidth: --ddp-pad-buckets-for-high-nccl-busbw.
+        alone: which of them have a bucket each, as Megatron gives it to word embeddings that
+            several stages have.
     """
     divisor = _bucket_divisor(ranks, for_bandwidth)
     spans: list[Interval] = []
     bucket_of: list[int] = []
     buckets: list[Interval] = []
     position = first = 0
-    for number, size in enumerate(reversed(sizes), start=1):
+    for i in reversed(range(len(sizes))):
         start = _padded(position, _START)
-        position = start + size
+        position = start + sizes[i]
         spans.append((start, position))
         bucket_of.append(len(buckets))
         full = bucket_size is not None and position - first >= bucket_size
-        if full or number == len(sizes):
+        if full or i in alone or i == 0 or i - 1 in alone:
             position = _padded(position, divisor)
             buckets.append((first, position))
             first = position

@@ -70,8 +70,11 @@ H100: dict[Precision, Rates] = {
 
 def rates_of(aro: AROConfig) -> Rates:
     """An H100's, for what these settings make of their precision."""
-    if aro.in_halves:
-        return H100[aro.precision]
+    return H100[aro.precision] if aro.in_halves else plain_rates_of(aro)
+
+
+def plain_rates_of(aro: AROConfig) -> Rates:
+    """The same without float16 halves, as `rotation.stacks` steps."""
     plain: dict[Precision, Precision] = {"fp16": "tf32", "fp16x3": "fp32"}
     return H100[plain.get(aro.precision, aro.precision)]
 

@@ -8,13 +8,17 @@ models.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from megatron_aro.config import AROConfig
 from megatron_aro.sharding import rules
 from megatron_aro.sharding.geometry import Layout
 from megatron_aro.sharding.logical import LogicalMatrix
+
+WORDS = "embedding.word_embeddings.weight"
+By = Literal["adamw", "matrices", "columns", "vector"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +106,10 @@ class Parameter:
         shape: of the whole, before tensor parallelism.
         layout: its tensor-parallel cut; rows are shape[0].
         expert: it lives in the experts' groups and buffers.
-        matrices: ARO's; empty for AdamW's.
+        matrices: ARO's that have an owner.
+        by: what steps it, as in `megatron_aro.megatron.matrices.Placement`.
         hidden: it is ARO's, or would be without an exception by name.
+        shared: word embeddings that several pipeline stages have.
     """
 
     name: str
@@ -111,7 +117,14 @@ class Parameter:
     layout: Layout
     expert: bool = False
     matrices: tuple[LogicalMatrix, ...] = ()
+    by: By = "adamw"
     hidden: bool = False
+    shared: bool = False
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another stage steps it, and sends the update."""
+        return self.shared and self.name != WORDS
 
     @property
     def numel(self) -> int:
@@ -155,7 +168,8 @@ def chunk_parameters(gpt: GPT, chunk: Chunk, split: Split, ep_rank: int = 0) -> 
     found: list[Parameter] = []
     if chunk.first:
         words = (gpt.vocabulary, hidden)
-        found.append(Parameter("embedding.word_embeddings.weight", words, Layout(words[0], tp, 0)))
+        copied = gpt.tied and not chunk.last
+        found.append(Parameter(WORDS, words, Layout(words[0], tp, 0), shared=copied))
         if gpt.positions:
             found.append(_whole("embedding.position_embeddings.weight", (gpt.positions, hidden)))
     for layer in chunk.layers:
@@ -163,12 +177,19 @@ def chunk_parameters(gpt: GPT, chunk: Chunk, split: Split, ep_rank: int = 0) -> 
     if chunk.last:
         found += _norm(gpt, "decoder.final_layernorm", hidden)
         if not (gpt.tied and chunk.first):
-            found.append(
-                Parameter(
-                    "output_layer.weight", (gpt.vocabulary, hidden), Layout(gpt.vocabulary, tp, 0)
-                )
-            )
-    return found
+            words, layout = (gpt.vocabulary, hidden), Layout(gpt.vocabulary, tp, 0)
+            found.append(Parameter("output_layer.weight", words, layout, shared=gpt.tied))
+    return [_in_mode(gpt, parameter) for parameter in found]
+
+
+def _in_mode(gpt: GPT, parameter: Parameter) -> Parameter:
+    """In full-model mode ARO steps all that is no hidden matrix, unless an exception says so."""
+    if parameter.hidden or gpt.aro.mode != "full-model":
+        return parameter
+    by: By = "columns" if len(parameter.shape) == 2 else "vector"
+    if rules.is_adamws(WORDS if parameter.shared else parameter.name, gpt.aro):
+        by = "adamw"
+    return replace(parameter, by=by, hidden=True)
 
 
 def _layer(gpt: GPT, layer: int, split: Split, ep_rank: int) -> Iterator[Parameter]:
@@ -283,10 +304,11 @@ def _matrix(
     gpt: GPT, name: str, parts: rules.Parts, columns: int, layout: Layout, expert: bool = False
 ) -> Parameter:
     """A hidden matrix: ARO's, unless an exception sends it to AdamW."""
-    matrices: tuple[LogicalMatrix, ...] = ()
-    if not rules.is_adamws(name, gpt.aro):
-        matrices, _ = rules.matrices(name, parts, columns, gpt.aro)
-    return Parameter(name, (layout.rows, columns), layout, expert, matrices, hidden=True)
+    shape = (layout.rows, columns)
+    if rules.is_adamws(name, gpt.aro):
+        return Parameter(name, shape, layout, expert, hidden=True)
+    matrices, _ = rules.matrices(name, parts, columns, gpt.aro)
+    return Parameter(name, shape, layout, expert, matrices, "matrices", hidden=True)
 
 
 def _norm(gpt: GPT, module: str, size: int) -> Iterator[Parameter]:
@@ -296,5 +318,5 @@ def _norm(gpt: GPT, module: str, size: int) -> Iterator[Parameter]:
 
 
 def _whole(name: str, shape: Sequence[int]) -> Parameter:
-    """A parameter of AdamW's that every tensor-parallel rank has."""
+    """A parameter that every tensor-parallel rank has, and no hidden matrix."""
     return Parameter(name, tuple(shape), Layout(shape[0], 1, None))

@@ -172,6 +172,12 @@ class Plan:
         chunks = {i: batch.chunk for batch in self.batches for i in batch.members}
         return [chunks[i] for i in range(len(self.sharded))]
 
+    @property
+    def idlest(self) -> Position:
+        """Who has least to do: it turns the rotations of what is stepped by columns."""
+        loads = ((load, (t, d)) for t, row in enumerate(self.loads) for d, load in enumerate(row))
+        return min(loads)[1]
+
     def owned(self, position: Position) -> list[int]:
         """Indices of the matrices that a position steps."""
         return [i for i, owner in enumerate(self.owners) if owner == position]

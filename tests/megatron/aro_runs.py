@@ -77,8 +77,9 @@ def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
 
     Returns:
         result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
-        position, the plan's matrices, the pieces of weights before the first step, and per step
-        the pieces of gradients, the learning rate and the weight decay.
+        position, the plan's matrices, the pieces of weights before the first step and after the
+        last, and per step the pieces of gradients, the learning rate and the weight decay of
+        matrices.
     """
     import runs
 
@@ -97,6 +98,7 @@ def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
         mine = seen.setdefault(
             id(self),
             {
+                "id": id(self),
                 "position": (exchange.t, exchange.d),
                 "sharded": exchange.plan.sharded,
                 "owned": [
@@ -113,8 +115,9 @@ def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
                 endure(name, main.grad, len(mine["steps"]))
         gradients = {name: main.grad.flatten().clone() for name, main in self._main.items()}
         rates = {(g["lr"], g["weight_decay"]) for g in self.param_groups}
-        mine["steps"].append((gradients, *rates.pop()))
+        mine["steps"].append((gradients, *max(rates)))  # vectors are not decayed
         original(self, closure)
+        mine["last"] = {name: main.detach().flatten().clone() for name, main in self._main.items()}
 
     MatrixOptimizer.step = step  # type: ignore[method-assign]
     result = runs.train(argv)

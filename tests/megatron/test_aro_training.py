@@ -165,6 +165,7 @@ def check_steps(ranks: list[dict], flags: list[str], instances: int = 1) -> set[
     last = {
         name: matrix
         for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
+        if weight.dim() > 1
         for name, matrix in split(stored, weight, flags).items()
         if flags is not ROUTERS_TO_ADAMW or "router" not in name
     }

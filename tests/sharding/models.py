@@ -21,6 +21,7 @@ class Real:
     stride: int
     expert: bool
     matrices: tuple[LogicalMatrix, ...]
+    by: str
     held: Interval = (0, 0)
 
 
@@ -105,6 +106,7 @@ def _look(wrapped: list) -> Built:
         reals = []
         for name, parameter in chunk.named_parameters():
             name = rename(name)
+            placement = place(name, _whole(parameter), config, built.gpt.aro)
             reals.append(
                 Real(
                     name,
@@ -112,7 +114,8 @@ def _look(wrapped: list) -> Built:
                     parameter.partition_dim if _is_cut(parameter) else None,
                     parameter.partition_stride if _is_cut(parameter) else 1,
                     not getattr(parameter, "allreduce", True),
-                    place(name, _whole(parameter), config, built.gpt.aro).matrices,
+                    placement.matrices,
+                    placement.by,
                     held.get(parameter, (0, 0)),
                 )
             )
@@ -136,7 +139,6 @@ def _whole(parameter: Any) -> Any:
         size = group().size() if group else mpu.get_tensor_model_parallel_world_size()
         shape[parameter.partition_dim] *= size
     whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
-    whole.is_embedding_or_output_parameter = getattr(  # type: ignore[attr-defined]
-        parameter, "is_embedding_or_output_parameter", False
-    )
+    for name in ("is_embedding_or_output_parameter", "shared_embedding"):
+        setattr(whole, name, getattr(parameter, name, False))
     return whole

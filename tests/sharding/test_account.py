@@ -19,7 +19,11 @@ from megatron_aro.rotation import (
     initial_rotation,
     new_fallback_counts,
 )
+from megatron_aro.runtime.columns import Columns
 from megatron_aro.sharding.account import Figures, Run, account
+from megatron_aro.sharding.buffers import everywhere
+from megatron_aro.sharding.column_account import add_columns
+from megatron_aro.sharding.columns import ByColumns
 from megatron_aro.sharding.cost import (
     H100,
     batch_seconds,
@@ -90,6 +94,60 @@ def test_all_ranks_together_do_the_work_of_one(gpt: GPT, run: Run) -> None:
     assert total["dp_sent"] == total["dp_received"]
     assert total["tp_sent"] == total["tp_received"]
     assert len(result.ranks) == run.ranks
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(ranks=8),
+        Run(ranks=32, stages=2, split=Split(tp=2), bucket_size=40_000_000),
+        Run(ranks=8, split=Split(tp=2), distributed=False),
+    ],
+    ids=["DP 8", "PP 2, TP 2, buckets", "TP 2, replicated"],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_model_mode_leaves_nothing_to_adamw(tied: bool, run: Run) -> None:
+    """Momentum of every element; each column is stepped once, and each rotation turned once.
+
+    All ranks of a stage keep the rotations of its vocabulary matrices.
+    """
+    gpt = replace(QWEN, tied=tied, positions=2048, aro=AROConfig(mode="full-model"))
+    one = account(gpt, even_pipeline(gpt.layers, 1), Run(ranks=1))
+    result = account(gpt, even_pipeline(gpt.layers, run.stages), run)
+    total = {name: sum(getattr(f, name) for f in result.ranks) for name in vars(Figures())}
+    assert result.aro_parameters == result.parameters and not total["adamw"]
+    assert total["momentum"] >= 4 * result.parameters
+    assert total["matrices"] == one.matrices == result.matrices == 252 + (2 if tied else 3)
+    assert total["flops"] == pytest.approx(one.ranks[0].flops)
+    assert total["dp_sent"] == total["dp_received"]
+    hybrid = account(replace(gpt, aro=AROConfig()), even_pipeline(gpt.layers, run.stages), run)
+    kept = total["rotation"] - sum(f.rotation for f in hybrid.ranks)
+    of_stage = {1: [2 if tied else 3], 2: [2, 0 if tied else 1]}[run.stages]
+    square, thin = 4 * 4096**2, 4 * 4096 * 2048
+    expected = [square * (n - (n > 1)) + thin * (i == 0) for i, n in enumerate(of_stage)]
+    assert kept == sum(expected) * run.per_stage
+    assert (min(f.summed for f in result.ranks) > 0) == (not tied or run.stages == 1)
+    assert hybrid.spread("summed") == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [700, 96])
+def test_workspace_of_columns_is_what_they_take(rows: int) -> None:
+    """Against the tensors that a step makes, two at once; at most 5% more, as masks are."""
+    torch.manual_seed(0)
+    held = everywhere(rows * 96, 1)
+    matrices = [ByColumns(name, rows, 96, rows, 1, True, held) for name in "ab"]
+    momenta = {name: torch.randn(rows * 96) for name in "ab"}
+    gradients = {name: torch.empty(rows * 96) for name in "ab"}
+    columns = Columns(
+        matrices, [], [], (0, 0), (0, 0), momenta, None, None, torch.device("cpu"), AROConfig()
+    )
+    with Peak() as peak:
+        columns.start(momenta)
+        columns.finish(momenta, gradients)
+    figure = Figures()
+    add_columns(matrices, (0, 0), [[figure]], H100["fp32"])
+    assert all(update.square().mean().sqrt() == pytest.approx(0.2) for update in gradients.values())
+    assert 0.8 * figure.workspace <= peak.bytes <= 1.05 * figure.workspace + 2**14
 
 
 def test_the_recipes_have_the_known_sizes() -> None:

@@ -16,6 +16,7 @@ GATED = """--swiglu --disable-bias-linear --group-query-attention --num-query-gr
 MOE = """--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear
     --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1]"""
 WHOLE = "--aro-param-layout whole"
+FULL = "--aro-mode full-model"
 TWO = "--pipeline-model-parallel-size 2"
 CASES = {
     "biases, tied": (1, "--aro-orientation min-side"),
@@ -42,6 +43,16 @@ CASES = {
         MOE + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
     ),
     "MoE, expert TP alone": (2, MOE + " --expert-tensor-parallel-size 2"),
+    "full-model, TP x DP": (
+        4,
+        f"{FULL} --tensor-model-parallel-size 2 --aro-override *position*=adamw,*.bias=adamw",
+    ),
+    "full-model, tied, PP x DP": (4, f"{TWO} {FULL} --overlap-grad-reduce --ddp-bucket-size 900"),
+    "full-model, tied, words to AdamW": (2, f"{TWO} {FULL} --aro-override *.word_emb*=adamw"),
+    "full-model, untied, MoE, EP x DP": (
+        4,
+        f"{MOE} {FULL} --expert-model-parallel-size 2 --untie-embeddings-and-output-weights",
+    ),
     "whole, small buckets": (
         4,
         f"{GATED} {WHOLE} --num-layers 6 --overlap-grad-reduce --ddp-bucket-size 3000",
@@ -77,7 +88,7 @@ def test_names_shapes_cuts_and_matrices_are_those_of_the_model(ranks: list[Built
                 if layout.axis is not None:
                     shape[layout.axis] //= layout.size
                 assert (tuple(shape), parameter.expert) == (real.shape, real.expert), real.name
-                assert parameter.matrices == real.matrices
+                assert (parameter.matrices, parameter.by) == (real.matrices, real.by), real.name
                 if parameter.matrices:
                     assert (layout.axis, layout.blocks) == (real.axis, real.stride), real.name
 
@@ -93,17 +104,17 @@ def test_ranges_are_those_of_the_distributed_optimizer(ranks: list[Built]) -> No
             held = {real.name: real.held for real in reals}
             for expert in (False, True):
                 for aro in (False, True):
-                    mine = [p for p in parameters if p.expert == expert and bool(p.matrices) == aro]
+                    mine = [p for p in parameters if (p.expert, p.by != "adamw") == (expert, aro)]
                     split = rank.run.split
                     by = split.etp * split.ep if expert else split.tp
                     d = rank.at["edp" if expert else "dp"]
-                    tied = rank.gpt.tied and len(rank.stages) > 1 and not (aro or expert)
-                    if not mine or tied and (rank.at["pp"] in (0, len(rank.stages) - 1)):
-                        continue  # a shared embedding has a bucket of its own, never ARO's
+                    if not mine:
+                        continue
                     sizes, size = [p.shard for p in mine], rank.run.per_stage // by
                     whole = aro and rank.run.param_layout == "whole"
-                    rule = lay_out_whole if whole else lay_out
-                    buffer = rule(sizes, size, buckets, rank.run.for_bandwidth)
+                    settings = (sizes, size, buckets, rank.run.for_bandwidth)
+                    alone = {i for i, p in enumerate(mine) if p.shared}
+                    buffer = lay_out_whole(*settings) if whole else lay_out(*settings, alone)
                     numels.append(buffer.numel)
                     for i, parameter in enumerate(mine):
                         assert buffer.held(i)[d] == held[parameter.name], parameter.name
