@@ -69,8 +69,11 @@ H100: dict[Precision, Rates] = {
 
 
 def rates_of(aro: AROConfig) -> Rates:
-    """An H100's, for what these settings make of their precision."""
-    if aro.in_halves:
+    """An H100's, for what these settings make of their precision.
+
+    Stacks of matrices that share a rotation have plain products.
+    """
+    if aro.in_halves and aro.sharing == "none":
         return H100[aro.precision]
     plain: dict[Precision, Precision] = {"fp16": "tf32", "fp16x3": "fp32"}
     return H100[plain.get(aro.precision, aro.precision)]
@@ -90,9 +93,30 @@ def batch_seconds(count: int, m: int, n: int, rates: Rates = H100["fp16x3"]) -> 
     return rates.batch + rates.column * work.columns + count * _each(work, rates)
 
 
+@cache
+def member_work(m: int, n: int) -> Work:
+    """What a matrix adds to a stack of more than m columns in all: products with its m x m R."""
+    return Work(8.0 * m * n * m, 0.0, m * n, 0)
+
+
+@cache
+def turn_work(m: int, k: int) -> Work:
+    """The new rotation of a stack, m x k, from the sum of what its members looked ahead to."""
+    return Work(0.0, step_work(m, k).factors, m * k, k)
+
+
 def seconds(matrix: LogicalMatrix, rates: Rates = H100["fp16x3"]) -> float:
-    """Predicted seconds that one more matrix adds to a batch; what `make_plan` balances."""
-    return _each(step_work(*matrix.shape), rates)
+    """Predicted seconds that one more matrix adds to a batch; what `make_plan` balances.
+
+    Of one that shares its rotation without what is done once for all that do: `turn_seconds`.
+    """
+    work = member_work if matrix.group else step_work
+    return _each(work(*matrix.shape), rates)
+
+
+def turn_seconds(m: int, k: int, rates: Rates = H100["fp32"]) -> float:
+    """Predicted seconds of turning the m x k rotation of a stack."""
+    return _each(turn_work(m, k), rates)
 
 
 def _each(work: Work, rates: Rates) -> float:

@@ -285,7 +285,7 @@ def _matrix(
     """A hidden matrix: ARO's, unless an exception sends it to AdamW."""
     matrices: tuple[LogicalMatrix, ...] = ()
     if not rules.is_adamws(name, gpt.aro):
-        matrices, _ = rules.matrices(name, parts, columns, gpt.aro)
+        matrices, _ = rules.matrices(name, parts, columns, gpt.aro, gpt.hidden)
     return Parameter(name, (layout.rows, columns), layout, expert, matrices, hidden=True)
 
 
