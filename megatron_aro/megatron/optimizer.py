@@ -170,8 +170,9 @@ def get_aro_optimizer(
     loads: dict[int, float] = {}
     for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
         _bind(of_aro[is_expert], placements[is_expert], grids[is_expert], loads)
+    shared: list[str] = []
     if aro.sharing != "none":
-        share([wrapped.optimizer for wrapped in of_aro.values()], loads)
+        shared = share([wrapped.optimizer for wrapped in of_aro.values()], loads)
     everywhere = whole_model([x for of_grid in placements.values() for _, x in of_grid])
     print_placements(everywhere)
     if aro.sharing != "none":
@@ -181,6 +182,7 @@ def get_aro_optimizer(
     chain = AROChainedOptimizer(wrapped)
     if aro.monitor_interval:
         names = [matrix.name for placement in everywhere for matrix in placement.matrices]
+        names += shared
         device = next(model_chunks[0].parameters()).device
         chain.monitor = Monitor(chain.matrices, names, aro.monitor_interval, device)
     return chain

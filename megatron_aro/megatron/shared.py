@@ -11,15 +11,18 @@ from megatron_aro.config import flag
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.runtime.sharing import Sharing
 from megatron_aro.sharding.cost import rates_of, turn_seconds
-from megatron_aro.sharding.groups import GroupPlan, Member, plan_groups
+from megatron_aro.sharding.groups import Member, plan_groups
 
 
-def share(optimizers: Sequence[MatrixOptimizer], loads: Mapping[int, float]) -> GroupPlan:
+def share(optimizers: Sequence[MatrixOptimizer], loads: Mapping[int, float]) -> list[str]:
     """Plan the groups and tell optimizers that step together. A collective over all ranks.
 
     Args:
         optimizers: this rank's, bound.
         loads: seconds that ranks, this one among them, have to do already.
+
+    Returns:
+        the names of the groups, on all ranks.
 
     Raises:
         ValueError: no matrix shares a rotation; on all ranks.
@@ -46,4 +49,4 @@ def share(optimizers: Sequence[MatrixOptimizer], loads: Mapping[int, float]) -> 
     sharing = Sharing(plan, me, group, optimizers[0].device, aro)
     for optimizer in optimizers:
         optimizer.share(sharing)
-    return plan
+    return [group.name for group in plan.groups]

@@ -22,14 +22,14 @@ from megatron_aro.rotation import (
     attempt_rotation,
     finish_update,
     initial_rotation,
-    measure_after,
     measure_before,
     new_fallback_counts,
     read_failed,
     second_moment_shape,
 )
+from megatron_aro.runtime.batches import Gathered, Members, Stepped
 from megatron_aro.runtime.exchange import Exchange
-from megatron_aro.runtime.sharing import Sharing, measure_member
+from megatron_aro.runtime.sharing import Sharing
 from megatron_aro.runtime.timeline import Phases, SideStream
 from megatron_aro.sharding.logical import LogicalMatrix
 from megatron_aro.sharding.plan import Batch
@@ -89,11 +89,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def device(self) -> torch.device:
         return self._exchange.device
 
-    def _batch(self, batch: Batch) -> _Gathered:
+    def _batch(self, batch: Batch) -> Gathered:
         matrices = [self._exchange.plan.sharded[i].matrix for i in batch.members]
         if matrices[0].group:
-            return _Members(batch, [matrix.name for matrix in matrices])
-        return _Stepped(batch, self._new_state(batch))
+            return Members(batch, [matrix.name for matrix in matrices])
+        return Stepped(batch, self._new_state(batch))
 
     def _new_state(self, batch: Batch) -> MatrixBatch:
         m, n = self._exchange.plan.sharded[batch.members[0]].matrix.shape
@@ -147,12 +147,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         sharing.rotate(momenta, moments)
         return momenta
 
-    def _stepped(self) -> list[_Stepped]:
+    def _stepped(self) -> list[Stepped]:
         """The batches whose matrices have rotations of their own."""
-        return [x for chunk in self._chunks for x in chunk if isinstance(x, _Stepped)]
+        return [x for chunk in self._chunks for x in chunk if isinstance(x, Stepped)]
 
-    def _members(self) -> list[_Members]:
-        return [x for chunk in self._chunks for x in chunk if isinstance(x, _Members)]
+    def _members(self) -> list[Members]:
+        return [x for chunk in self._chunks for x in chunk if isinstance(x, Members)]
 
     @property
     def _groups(self) -> Sharing | None:
@@ -176,7 +176,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if number + 1 < len(self._chunks):
                 arriving = self._gather(number + 1, held)
             self._side.wait(arrived)
-            own = [x for x in chunk if isinstance(x, _Stepped)]
+            own = [x for x in chunk if isinstance(x, Stepped)]
             if self.measuring:
                 with self.phases("measure"):
                     for stepped in own:
@@ -196,7 +196,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for number, chunk in enumerate(self._chunks):
             with self.phases("update"):
                 for stepped in chunk:
-                    if isinstance(stepped, _Stepped):
+                    if isinstance(stepped, Stepped):
                         stepped.finish(self.aro)
             back = self._scatter(number, gradients)
         self._side.wait(back)
@@ -230,11 +230,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for i, matrix in zip(gathered.batch.members, gathered.stored, strict=True)
         }
 
-    def _allocate(self, chunks: Sequence[Sequence[_Gathered]]) -> None:
+    def _allocate(self, chunks: Sequence[Sequence[Gathered]]) -> None:
         for gathered in (x for chunk in chunks for x in chunk):
             gathered.allocate(self._exchange.device)
 
-    def _release(self, chunks: Sequence[Sequence[_Gathered]]) -> None:
+    def _release(self, chunks: Sequence[Sequence[Gathered]]) -> None:
         for gathered in (x for chunk in chunks for x in chunk):
             gathered.release()
 
@@ -267,7 +267,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for number, chunk in enumerate(self._chunks):
             self._allocate([chunk])
             self._side.wait(self._gather(number, momenta))
-            for stepped in (x for x in chunk if isinstance(x, _Stepped)):
+            for stepped in (x for x in chunk if isinstance(x, Stepped)):
                 for _ in range(sweeps):
                     attempt = attempt_rotation(stepped.state, self.aro)
                     (failed,) = read_failed([attempt])
@@ -368,68 +368,3 @@ class MatrixOptimizer(torch.optim.Optimizer):
         counts += [] if self._groups is None else self._groups.fallback_counts()
         total = torch.stack(counts).sum(dim=0).tolist() if counts else [0] * len(FALLBACK_RUNGS)
         return dict(zip(FALLBACK_RUNGS, total, strict=True))
-
-
-class _Gathered:
-    """A batch of matrices that are whole on this rank for the time of a step."""
-
-    sample: Sequence[int] = ()  # of the batch, see `MatrixOptimizer.watch`
-    measures: Tensor | None = None  # of a step that is being measured
-
-    def __init__(self, batch: Batch):
-        self.batch = batch
-        self.release()
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
-        rows, columns, transposed = self.batch.stored
-        self.stored = torch.empty(len(self.batch.members), rows, columns, device=device)
-        self.momentum = self.stored.mT if transposed else self.stored
-
-    def release(self) -> None:
-        self.stored = self.momentum = torch.empty(0)
-
-
-class _Members(_Gathered):
-    """Matrices that share rotations, with each other or with others elsewhere."""
-
-    second_moments: Sequence[Tensor | None] = ()
-
-    def __init__(self, batch: Batch, names: Sequence[str]):
-        super().__init__(batch)
-        self.names = names
-
-    def measure(self, updates: Mapping[str, Tensor]) -> None:
-        """Before the updates take the momenta's place."""
-        rows = zip(self.names, self.momentum, strict=True)
-        self.measures = torch.stack(
-            [measure_member(m, updates[name], i in self.sample) for i, (name, m) in enumerate(rows)]
-        )
-
-
-class _Stepped(_Gathered):
-    """A batch, what is kept for it from step to step, and where it is in the current one."""
-
-    attempt: Any = None
-    failed: list[int]
-
-    def __init__(self, batch: Batch, state: MatrixBatch):
-        self.state = state
-        self.counted = state.fallbacks.clone()  # as of the last `MatrixOptimizer.measures`
-        super().__init__(batch)
-
-    def allocate(self, device: torch.device) -> None:
-        super().allocate(device)
-        self.state.momentum = self.momentum
-
-    def finish(self, aro: AROConfig) -> None:
-        """The updates, in place of the momenta."""
-        update = finish_update(self.state, self.attempt, self.failed, aro)
-        if self.measures is not None:
-            measure_after(self.measures, self.state, update, self.sample)
-        self.state.momentum.copy_(update)
-        self.attempt = None
-
-    def release(self) -> None:
-        super().release()
-        self.state.momentum = self.momentum

@@ -20,7 +20,7 @@ from megatron_aro.rotation import (
     initial_rotation,
     new_fallback_counts,
 )
-from megatron_aro.rotation.monitor import objective, orthogonality_error
+from megatron_aro.rotation.monitor import orthogonality_error
 from megatron_aro.rotation.stacks import Look, Piece, Stack, look_ahead, turn, updates
 from megatron_aro.runtime.totals import total_over
 from megatron_aro.sharding.groups import GroupPlan
@@ -228,13 +228,3 @@ def _identity(b: int, shape: tuple[int, int], device: torch.device) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1)
-
-
-def measure_member(momentum: Tensor, update: Tensor, in_sample: bool) -> Tensor:
-    """MEASURES of a member from M and U [m, n]; the rotation is measured with its group."""
-    measures = momentum.new_full((len(MEASURES),), torch.nan)
-    rms = torch.linalg.vector_norm(update) / update.numel() ** 0.5
-    measures[MEASURES.index("update_rms")] = rms
-    if in_sample:
-        measures[MEASURES.index("objective")] = objective(momentum[None], update[None])[0]
-    return measures
