@@ -155,11 +155,11 @@ class Sharing:
             return [[]]
         sizes = [[m * k for m, k in of_rank] for of_rank in shapes]
         incoming = [sum(of_rank) for of_rank in sizes]
-        sent = [torch.cat([torch.empty(0, device=self._device), *map(_flat, to)]) for to in send]
+        outgoing = [sum(x.numel() for x in to) for to in send]
+        nothing = torch.empty(0, device=self._device)
+        sent = torch.cat([nothing, *(x.reshape(-1) for to in send for x in to)])
         received = torch.empty(sum(incoming), device=self._device)
-        dist.all_to_all_single(
-            received, torch.cat(sent), incoming, [len(x) for x in sent], group=self._group
-        )
+        dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group)
         return [
             [x.view(shape) for x, shape in zip(flat.split(of_rank), of_shapes, strict=True)]
             for flat, of_rank, of_shapes in zip(
@@ -224,7 +224,3 @@ class _Turned:
 def _identity(b: int, shape: tuple[int, int], device: torch.device) -> Tensor:
     m, k = shape
     return initial_rotation(b, m, k, dtype=torch.float32, device=device)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1)

@@ -138,6 +138,20 @@ def batch_limit(m: int, n: int, workspace: int) -> int:
     return max(1, workspace // workspace_bytes(m, n))
 
 
+def members_bytes(elements: int, largest: int) -> int:
+    """Memory of stepping what a rank owns of stacks, all at once, beside the momenta, in bytes.
+
+    Args:
+        elements: of all its members; largest: of one.
+    """
+    return FP32 * (2 * elements + 3 * largest)
+
+
+def turn_bytes(m: int, k: int) -> int:
+    """Memory of turning the m x k rotation of a stack, beside the shares that came, in bytes."""
+    return FP32 * 6 * m * k
+
+
 def workspace_bytes(m: int, n: int) -> int:
     """Memory that stepping an oriented m x n matrix takes for a while, at its peak, in bytes.
 
