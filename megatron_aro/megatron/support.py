@@ -51,12 +51,12 @@ def _is_set(name: str) -> Callable[[Any], bool]:
 
 _REFUSALS = (
     Refusal(
-        "--aro-sharing with --num-distributed-optimizer-instances",
+        "--num-distributed-optimizer-instances with --aro-sharing",
         lambda args: (
             getattr(args, "aro_sharing", "none") != "none"
             and getattr(args, "num_distributed_optimizer_instances", 1) > 1
         ),
-        "a shared rotation has members among all ranks, and each instance has all of them",
+        "a rotation is shared over all ranks, and each instance has all of its matrices",
         "drop one of the flags",
     ),
     Refusal(

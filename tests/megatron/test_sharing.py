@@ -31,6 +31,7 @@ HEAD = HIDDEN // HEADS
 CHAIN, GLOBAL = ["--aro-sharing", "chain"], ["--aro-sharing", "global"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+PP3 = ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|t|L"]
 VIRTUAL = [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]
 INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
@@ -51,6 +52,7 @@ LAYOUTS = {
     "chain, EP 2 x DP 2": (4, SHARED, [*CHAIN, *EP2, *DISTRIBUTED]),
     "chain, gated attention, DP 2": (2, GATED_ATTENTION, [*CHAIN, *DISTRIBUTED]),
     "chain, left, TP 2, whole QKV": (2, GATED, [*CHAIN, *LEFT, *TP2, "--aro-split", "gate-up"]),
+    "chain, PP 3, a stage without layers": (3, GATED, [*CHAIN, *PP3]),
     "global, one process": (1, GATED, [*GLOBAL, "--aro-rotation", "eigen"]),
     "global, TP 2 x DP 2 replicated": (4, GATED, [*GLOBAL, *TP2]),
     "global, PP 2 x TP 2": (4, GATED, [*GLOBAL, *PP2, *TP2, *DISTRIBUTED]),
@@ -287,7 +289,7 @@ def test_another_layout_goes_on_and_other_sharing_is_refused(pool: Pool, tmp_pat
     [
         ([*CHAIN, "--aro-rotation", "rgd"], "climbs on whole matrices"),
         ([*GLOBAL, "--aro-rotation", "none"], "has none to share"),
-        ([*CHAIN, *INSTANCES], "--aro-sharing with --num-distributed-optimizer-instances"),
+        ([*CHAIN, *INSTANCES], "--num-distributed-optimizer-instances with --aro-sharing:"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(pool: Pool, flags: list[str], sentence: str) -> None:
