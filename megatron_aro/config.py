@@ -18,6 +18,7 @@ Precision = Literal["fp32", "tf32", "fp16", "fp16x3"]
 ExchangeDtype = Literal["fp32", "bf16"]
 ParamLayout = Literal["packed", "whole"]
 Mode = Literal["hybrid", "full-model"]
+Sharing = Literal["none", "global", "chain"]
 
 ADAMW = "adamw"  # among the rules of exceptions: not ARO's
 NONE = "none"
@@ -75,6 +76,13 @@ class AROConfig:
         ",".join(SPLITS),
         "Which fused weights are stepped as the matrices they hold: qkv (Q, K, V, and their gate), "
         "gate-up (gated fc1), or none. Experts always are (Megatron only).",
+    )
+    sharing: Sharing = _setting(
+        "none",
+        "Which matrices share a rotation, side by side: global, all whose rotated side is the "
+        "residual stream; chain, those that read the stream that enters a layer with those that "
+        "write to it in the layer before; none, a rotation each (Megatron only).",
+        Sharing,
     )
     beta2: float = _setting(0.95, "Decay of the second moment; projection adam only.")
     update_rms: float = _setting(
@@ -135,6 +143,19 @@ class AROConfig:
                     f"{flag(name)} {value}: vocabulary matrices are stepped in pieces, for which "
                     "it is not made; use another one, or hybrid."
                 )
+        if self.sharing != NONE and self.rotation in ("rgd", "none"):
+            reason = "has none to share" if self.rotation == NONE else "climbs on whole matrices"
+            raise ValueError(
+                f"ARO setting sharing ({flag('sharing')}) is {self.sharing!r} and rotation "
+                f"{self.rotation} {reason}: use {flag('rotation')} aro, eigen or polar, or "
+                f"{flag('sharing')} none."
+            )
+        if self.mode == "full-model" and self.sharing != NONE:
+            raise ValueError(
+                f"ARO setting sharing ({flag('sharing')}) is {self.sharing!r} and mode "
+                f"({flag('mode')}) is full-model: shared rotations leave embeddings and output "
+                f"layer to AdamW; use {flag('mode')} hybrid, or {flag('sharing')} none."
+            )
         known = (*get_args(Orientation), ADAMW)
         for pattern, rule in self.exceptions:
             if not pattern or rule not in known or (rule == ADAMW and "#" in pattern):

@@ -188,8 +188,7 @@ def load(
         state = loaded.get(name_of(wrapped), {})  # without parameters on this rank it is empty
         wrapped.load_state_dict(_wrappers_form(wrapped, state, step) if in_model_space else state)
     if rotation == "qr":
-        for optimizer in _aro(chain):
-            optimizer.align_rotations()
+        _aro(chain)[0].align_rotations()  # of all that step together
 
 
 def _find_step(loaded: Any) -> int:

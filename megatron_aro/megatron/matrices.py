@@ -110,7 +110,8 @@ def place(
         for expert in range(experts)
         for part, intervals in parts.items()
     }
-    matrices, note = rules.matrices(name, of_all, columns, aro)
+    hidden: int = model_config.hidden_size  # type: ignore[attr-defined]
+    matrices, note = rules.matrices(name, of_all, columns, aro, hidden)
     check_partition(name, experts * rows, matrices)
     layout = Layout(experts * rows, tp, axis, blocks)
     return Placement(name, shape, layout, matrices, note, "matrices")

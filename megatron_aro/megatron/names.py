@@ -10,7 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)")
-_NUMBERS = re.compile(r"^decoder\.layers\.\d+\.|\.local_experts\.\d+|\.weight\d*|#expert\d+")
+_NUMBERS = re.compile(
+    r"^decoder\.layers\.\d+\.|\.local_experts\.\d+|\.weight\d*|#expert\d+|(?<=chain)\.\d+$"
+)
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
 
 
@@ -25,7 +27,7 @@ def group_name(matrix: str) -> str:
     """What the matrices alike of all layers and experts are called, by one's global name.
 
     ``self_attention.linear_qkv.q`` for ``decoder.layers.3.self_attention.linear_qkv.weight#q``:
-    with signs that TensorBoard takes.
+    with signs that TensorBoard takes. Shared rotations of a chain are ``chain``.
     """
     return re.sub(r"(?<=\.)\d+\.", "", _NUMBERS.sub("", matrix)).replace("#", ".")
 

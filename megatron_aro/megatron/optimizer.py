@@ -42,7 +42,13 @@ from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import is_aro_parameter, place
 from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.names import trainable_parameters
-from megatron_aro.megatron.report import print_padding, print_placements, whole_model
+from megatron_aro.megatron.report import (
+    print_padding,
+    print_placements,
+    print_sharing,
+    whole_model,
+)
+from megatron_aro.megatron.shared import share
 from megatron_aro.megatron.wrappers import (
     ARODistributedOptimizer,
     LoadableDistributedOptimizer,
@@ -131,7 +137,7 @@ def get_aro_optimizer(
     """
     aro = getattr(config, "aro", None) or AROConfig()
     chunk = model_chunks[0]
-    layout = argparse.Namespace(aro_param_layout=aro.param_layout)
+    layout = argparse.Namespace(aro_param_layout=aro.param_layout, aro_sharing=aro.sharing)
     support.check_configs(get_model_config(chunk), chunk.ddp_config, config, layout)
     groups = _param_groups(config, model_chunks, config_overrides, aro)
     checks.each_parameter_once(model_chunks, groups)
@@ -168,13 +174,19 @@ def get_aro_optimizer(
     for is_expert in sorted(of_aro):  # the dense ones first: they are larger and fewer
         bound = of_aro[is_expert], placements[is_expert], grids[is_expert], loads
         _bind(*bound, getattr(config, "vocabulary", None))
+    shared: list[str] = []
+    if aro.sharing != "none":
+        shared = share([wrapped.optimizer for wrapped in of_aro.values()], loads)
     everywhere = whole_model([x for of_grid in placements.values() for _, x in of_grid])
     print_placements(everywhere)
+    if aro.sharing != "none":
+        print_sharing(everywhere)
     if aro.param_layout == "whole":
         print_padding(*param_layout.elements(model_chunks))
     chain = AROChainedOptimizer(wrapped)
     if aro.monitor_interval:
         names = [matrix.name for placement in everywhere for matrix in placement.matrices]
+        names += shared
         device = next(model_chunks[0].parameters()).device
         chain.monitor = Monitor(chain.matrices, names, aro.monitor_interval, device)
     return chain

@@ -13,6 +13,7 @@ from megatron_aro.megatron.matrices import Placement
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.buffers import padding_note
 
+_LAYERS = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$")
 _HEADER = ("parameter", "count", "shape", "optimizer", "rotated side", "split")
 
 
@@ -28,7 +29,7 @@ def placement_table(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
             re.sub(r"expert\d+", "expert", x.name.partition("#")[2]) for x in matrices
         )
         row = (
-            re.sub(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$", "*", placement.name),
+            _LAYERS.sub("*", placement.name),
             "x".join(map(str, placement.shape)),
             "AdamW" if placement.by == "adamw" else "ARO",
             ", ".join(sides) or "-",
@@ -71,6 +72,21 @@ def print_placements(placements: Sequence[Placement]) -> None:
         if placement.note
     }
     print(*sorted(notes), sep="\n" if notes else "", flush=True)
+
+
+def print_sharing(placements: Sequence[Placement]) -> None:
+    """Print on rank 0 how many rotations there are, and which matrices do not share theirs."""
+    if dist.get_rank() != 0:
+        return
+    matrices = [matrix for placement in placements for matrix in placement.matrices]
+    sizes = Counter(matrix.group for matrix in matrices if matrix.group)
+    alone = sorted({_LAYERS.sub("*", x.name) for x in matrices if not x.group})
+    print(
+        f"> ARO: {len(sizes)} rotations are shared by {sizes.total()} matrices, "
+        f"{min(sizes.values())} to {max(sizes.values())} each; a rotation of their own have "
+        f"{', '.join(alone) or 'none'}",
+        flush=True,
+    )
 
 
 def print_padding(numel: int, packed: int) -> None:

@@ -51,6 +51,15 @@ def _is_set(name: str) -> Callable[[Any], bool]:
 
 _REFUSALS = (
     Refusal(
+        "--num-distributed-optimizer-instances with --aro-sharing",
+        lambda args: (
+            getattr(args, "aro_sharing", "none") != "none"
+            and getattr(args, "num_distributed_optimizer_instances", 1) > 1
+        ),
+        "a rotation is shared over all ranks, and each instance has all of its matrices",
+        "drop one of the flags",
+    ),
+    Refusal(
         "--aro-param-layout whole without --use-distributed-optimizer",
         lambda args: args.aro_param_layout == "whole" and not args.use_distributed_optimizer,
         "parameters are then replicated and nothing cuts them",
@@ -248,7 +257,7 @@ def check_configs(*configs: Any) -> None:
 
 
 # Settings that decide what a rotation or a moment is of. The rest may change in mid-training.
-_FIXED = ("projection", "rotation", "orientation", "override", "split")
+_FIXED = ("projection", "rotation", "orientation", "override", "split", "sharing")
 # What fixes pieces of flat buffers, and the files of format torch.
 _LAYOUT = (
     "tensor_model_parallel_size",

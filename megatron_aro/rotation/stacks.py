@@ -60,7 +60,7 @@ class Stack:
     """What this process has of a stack."""
 
     rotation: Tensor
-    """[m, k], on every process that has pieces; on others anything of that shape."""
+    """[m, k], on every process that has pieces; on others anything of that shape, expanded say."""
     columns: tuple[int, ...]
     """Of each member, over all processes."""
     pieces: list[Piece]
@@ -72,7 +72,8 @@ class Look:
 
     target: Tensor
     """[m, k], this process's share of what is to be orthonormalised: A, or where `in_frame` covers
-    the stack S = X Q X^T. Its sum over processes is what `turn` needs."""
+    the stack S = X Q X^T. Its sum over processes is what `turn` needs. Zeros in the memory of one
+    where the process has no pieces."""
     scale: Tensor
     """[], the power of two by which the momentum is multiplied."""
     finite: Tensor
@@ -108,7 +109,7 @@ def look_ahead(stacks: Sequence[Stack], config: AROConfig, total: Total) -> list
             for piece, x_kn, f_kn in zip(stack.pieces, x, f, strict=True):
                 left = x_kn if is_within else _momentum(piece, look)
                 look.target += product(left, f_kn.mT, config.precision)
-            if not is_within:
+            if stack.pieces and not is_within:
                 _take_new_columns(stack, look, row2)
     return looks
 
@@ -224,7 +225,10 @@ def _frames(stacks: Sequence[Stack], total: Total) -> list[Look]:
     for stack, most in zip(stacks, total(largest, "max"), strict=True):
         finite = most.isfinite()
         active = finite & (most >= torch.finfo(most.dtype).tiny)
-        share = torch.zeros_like(stack.rotation)
+        # Without pieces here a share of nothing, which takes no memory.
+        share = stack.rotation.new_zeros(()).expand(stack.rotation.shape)
+        if stack.pieces:
+            share = share.clone(memory_format=torch.contiguous_format)
         looks.append(Look(share, reciprocal_power_of_two(most), finite, active))
     return looks
 

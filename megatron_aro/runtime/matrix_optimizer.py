@@ -22,15 +22,17 @@ from megatron_aro.rotation import (
     attempt_rotation,
     finish_update,
     initial_rotation,
-    measure_after,
     measure_before,
     new_fallback_counts,
     read_failed,
     second_moment_shape,
 )
+from megatron_aro.runtime.batches import Gathered, Members, Stepped
 from megatron_aro.runtime.columns import Columns
 from megatron_aro.runtime.exchange import Exchange
+from megatron_aro.runtime.sharing import Sharing
 from megatron_aro.runtime.timeline import Phases, SideStream
+from megatron_aro.sharding.logical import LogicalMatrix
 from megatron_aro.sharding.plan import Batch
 
 
@@ -75,14 +77,34 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.phases = Phases(exchange.device)
         self._side = SideStream(exchange.device, exchange.travels)
         self._chunks = [
-            [
-                _Stepped(batch, self._new_state(batch))
-                for batch in plan.stepped((exchange.t, exchange.d), chunk)
-            ]
+            [self._batch(batch) for batch in plan.stepped((exchange.t, exchange.d), chunk)]
             for chunk in range(plan.chunks)
         ]
         self._started = False
         self.together = [self]
+        self._sharing: Sharing | None = None
+        self._sample: Collection[str] = ()  # see `watch`
+
+    def share(self, sharing: Sharing) -> None:
+        """Say which rotations matrices share, those of the optimizers in `together` too."""
+        self._sharing = sharing
+        for members in self._members():
+            members.second_moments = [sharing.second_moment(name) for name in members.names]
+
+    def members(self) -> list[LogicalMatrix]:
+        """The matrices that this rank owns and whose rotations are shared."""
+        sharded = self._exchange.plan.sharded
+        return [sharded[i].matrix for x in self._members() for i in x.batch.members]
+
+    @property
+    def device(self) -> torch.device:
+        return self._exchange.device
+
+    def _batch(self, batch: Batch) -> Gathered:
+        matrices = [self._exchange.plan.sharded[i].matrix for i in batch.members]
+        if matrices[0].group:
+            return Members(batch, [matrix.name for matrix in matrices])
+        return Stepped(batch, self._new_state(batch))
 
     def _new_state(self, batch: Batch) -> MatrixBatch:
         m, n = self._exchange.plan.sharded[batch.members[0]].matrix.shape
@@ -107,14 +129,46 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not self._started:
             for optimizer in self.together:
                 optimizer._start()
+            if self._sharing is not None:
+                self._step_shared(self._sharing)
             failed = iter(read_failed([x.attempt for o in self.together for x in o._stepped()]))
             for optimizer in self.together:
                 for stepped in optimizer._stepped():
                     stepped.failed = next(failed)
         self._finish()
 
-    def _stepped(self) -> list[_Stepped]:
-        return [stepped for chunk in self._chunks for stepped in chunk]
+    def _step_shared(self, sharing: Sharing) -> None:
+        """Updates of all members in place of their momenta, those of `together`'s too."""
+        batches = [members for optimizer in self.together for members in optimizer._members()]
+        with self.phases("rotate"):
+            momenta = self._rotate_shared(sharing)
+        with self.phases("update"):
+            updates = sharing.updates()
+            for members in batches:
+                if self.measuring:
+                    members.measure(updates)
+            for name, update in updates.items():
+                momenta[name].copy_(update)
+
+    def _rotate_shared(self, sharing: Sharing) -> dict[str, Tensor]:
+        """Turn the shared rotations; the momenta of the members, by name."""
+        batches = [members for optimizer in self.together for members in optimizer._members()]
+        momenta = {n: m for x in batches for n, m in zip(x.names, x.momentum, strict=True)}
+        moments = {n: v for x in batches for n, v in zip(x.names, x.second_moments, strict=True)}
+        sharing.rotate(momenta, moments)
+        return momenta
+
+    def _stepped(self) -> list[Stepped]:
+        """The batches whose matrices have rotations of their own."""
+        return [x for chunk in self._chunks for x in chunk if isinstance(x, Stepped)]
+
+    def _members(self) -> list[Members]:
+        return [x for chunk in self._chunks for x in chunk if isinstance(x, Members)]
+
+    @property
+    def _groups(self) -> Sharing | None:
+        """The shared rotations, if this is the optimizer of several that answers for them."""
+        return self._sharing if self.together[0] is self else None
 
     def _start(self) -> None:
         """Momenta and first attempts at rotations; one chunk travels while another is stepped."""
@@ -126,8 +180,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 momenta = [self._stepped_part(p, self.state[p]["exp_avg"]) for p in group["params"]]
                 gradients = [self._stepped_part(p, p.grad) for p in group["params"]]
                 advance_momentum(momenta, gradients, self.aro.momentum)
-        for stepped in self._stepped():
-            stepped.allocate(self._exchange.device)
+        self._allocate(self._chunks)
         held = self._held_momenta()
         arriving = self._gather(0, held)
         if self.columns is not None:
@@ -138,13 +191,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if number + 1 < len(self._chunks):
                 arriving = self._gather(number + 1, held)
             self._side.wait(arrived)
+            own = [x for x in chunk if isinstance(x, Stepped)]
             if self.measuring:
                 with self.phases("measure"):
-                    for stepped in chunk:
+                    for stepped in own:
                         before = measure_before(stepped.state, stepped.sample, self.aro)
                         stepped.measures = before
             with self.phases("rotate"):
-                for stepped in chunk:
+                for stepped in own:
                     stepped.attempt = attempt_rotation(stepped.state, self.aro)
 
     def _finish(self) -> None:
@@ -157,11 +211,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for number, chunk in enumerate(self._chunks):
             with self.phases("update"):
                 for stepped in chunk:
-                    stepped.finish(self.aro)
+                    if isinstance(stepped, Stepped):
+                        stepped.finish(self.aro)
             back = self._scatter(number, gradients)
         self._side.wait(back)
-        for stepped in self._stepped():
-            stepped.release()
+        self._release(self._chunks)
         if self.columns is not None:
             with self.phases("columns"):
                 self.columns.finish(self._held_momenta(), gradients)
@@ -196,9 +250,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _matrices(self, chunk: int) -> dict[int, Tensor]:
         return {
             i: matrix
-            for stepped in self._chunks[chunk]
-            for i, matrix in zip(stepped.batch.members, stepped.stored, strict=True)
+            for gathered in self._chunks[chunk]
+            for i, matrix in zip(gathered.batch.members, gathered.stored, strict=True)
         }
+
+    def _allocate(self, chunks: Sequence[Sequence[Gathered]]) -> None:
+        for gathered in (x for chunk in chunks for x in chunk):
+            gathered.allocate(self._exchange.device)
+
+    def _release(self, chunks: Sequence[Sequence[Gathered]]) -> None:
+        for gathered in (x for chunk in chunks for x in chunk):
+            gathered.release()
 
     def initialize_state(self) -> None:
         """Give every main parameter its zero momentum, as before the first step."""
@@ -209,14 +271,27 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def align_rotations(self, sweeps: int = 3) -> None:
-        """Turn the rotations as so many steps on unchanging momenta would; weights stay."""
+        """Turn the rotations as so many steps on unchanging momenta would; weights stay.
+
+        Those of all optimizers in `together`.
+        """
+        for optimizer in self.together:
+            optimizer._align(sweeps)
+        if self._sharing is not None:
+            for _ in range(sweeps):
+                self._rotate_shared(self._sharing)
+                self._sharing.updates()  # which second moments advance with
+        for optimizer in self.together:
+            optimizer._release(optimizer._chunks)
+
+    def _align(self, sweeps: int) -> None:
+        """The same for rotations that are not shared; the other momenta stay gathered."""
         self.initialize_state()
         momenta = self._held_momenta()
         for number, chunk in enumerate(self._chunks):
-            for stepped in chunk:
-                stepped.allocate(self._exchange.device)
+            self._allocate([chunk])
             self._side.wait(self._gather(number, momenta))
-            for stepped in chunk:
+            for stepped in (x for x in chunk if isinstance(x, Stepped)):
                 for _ in range(sweeps):
                     attempt = attempt_rotation(stepped.state, self.aro)
                     (failed,) = read_failed([attempt])
@@ -229,9 +304,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """What belongs to the matrices that this rank steps, by ``<kind>.<name>``, as views.
 
         ``rotation.<name>`` [m, k]; ``fallbacks.<name>``, counts of FALLBACK_RUNGS, int64; and for
-        the adam projection ``second_moment.<name>`` [k, n].
+        the adam projection ``second_moment.<name>`` [k, n]. The first two of a shared rotation by
+        its group's name, with the first optimizer in `together`.
         """
-        state = {}
+        state = {} if self._groups is None else self._groups.state()
+        for members in self._members():
+            for name, moment in zip(members.names, members.second_moments, strict=True):
+                if moment is not None:
+                    state[f"second_moment.{name}"] = moment
         for stepped in self._stepped():
             for i, matrix in enumerate(stepped.batch.members):
                 name = self._exchange.plan.sharded[matrix].matrix.name
@@ -269,27 +349,33 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 )
         for name, tensor in own.items():
             tensor.copy_(loaded[name])
+        if self._groups is not None:
+            self._groups.loaded()
         self.reported = self.fallback_counts()
         for stepped in self._stepped():
             stepped.counted.copy_(stepped.state.fallbacks)
 
     def owned(self) -> list[str]:
-        """The names of the matrices that this rank steps."""
+        """The names of the matrices that this rank steps, and then of the groups it turns."""
         sharded = self._exchange.plan.sharded
-        return [sharded[i].matrix.name for x in self._stepped() for i in x.batch.members]
+        names = [sharded[i].matrix.name for x in self._stepped() for i in x.batch.members]
+        names += [name for members in self._members() for name in members.names]
+        return names + ([] if self._groups is None else self._groups.owned())
 
     def watch(self, sample: Collection[str]) -> None:
         """Name the matrices whose rotations a measured step measures too, which is dear."""
         names = iter(self.owned())
-        for stepped in self._stepped():
-            stepped.sample = [i for i in range(len(stepped.batch.members)) if next(names) in sample]
+        self._sample = sample
+        for gathered in (*self._stepped(), *self._members()):
+            members = range(len(gathered.batch.members))
+            gathered.sample = [i for i in members if next(names) in sample]
 
     def measures(self) -> Tensor:
         """What a step with `measuring` set has measured, on the device, in float64.
 
         Returns:
-            for each matrix of `owned` MEASURES, NaN where there are none, and FALLBACK_RUNGS
-            counted since the last call or loading.
+            for each matrix and group of `owned` MEASURES, NaN where there are none, and
+            FALLBACK_RUNGS counted since the last call or loading.
         """
         columns, device = len(MEASURES) + len(FALLBACK_RUNGS), self._exchange.device
         rows = [torch.empty(0, columns, dtype=torch.float64, device=device)]
@@ -299,6 +385,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             assert stepped.measures is not None, "measures() after a step without measuring"
             rows.append(torch.cat([stepped.measures.double(), counts.double()], dim=1))
             stepped.measures = None
+        for members in self._members():
+            assert members.measures is not None, "measures() after a step without measuring"
+            own = members.measures.double()
+            rows.append(torch.cat([own, own.new_zeros(len(own), len(FALLBACK_RUNGS))], dim=1))
+            members.measures = None
+        if self._groups is not None:
+            rows.append(self._groups.measures(self._sample))
         return torch.cat(rows)
 
     def fallback_counts(self) -> dict[str, int]:
@@ -306,35 +399,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         counts = [stepped.state.fallbacks.sum(dim=0) for stepped in self._stepped()]
         if self.columns is not None:
             counts.append(self.columns.fallbacks())
+        counts += [] if self._groups is None else self._groups.fallback_counts()
         total = torch.stack(counts).sum(dim=0).tolist() if counts else [0] * len(FALLBACK_RUNGS)
         return dict(zip(FALLBACK_RUNGS, total, strict=True))
-
-
-class _Stepped:
-    """A batch, what is kept for it from step to step, and where it is in the current one."""
-
-    attempt: Any = None
-    failed: list[int]
-    sample: Sequence[int] = ()  # of the batch, see `MatrixOptimizer.watch`
-    measures: Tensor | None = None  # of a step that is being measured
-
-    def __init__(self, batch: Batch, state: MatrixBatch):
-        self.batch, self.state = batch, state
-        self.counted = state.fallbacks.clone()  # as of the last `MatrixOptimizer.measures`
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
-        rows, columns, transposed = self.batch.stored
-        self.stored = torch.empty(len(self.batch.members), rows, columns, device=device)
-        self.state.momentum = self.stored.mT if transposed else self.stored
-
-    def finish(self, aro: AROConfig) -> None:
-        """The updates, in place of the momenta."""
-        update = finish_update(self.state, self.attempt, self.failed, aro)
-        if self.measures is not None:
-            measure_after(self.measures, self.state, update, self.sample)
-        self.state.momentum.copy_(update)
-        self.attempt = None
-
-    def release(self) -> None:
-        self.stored = self.state.momentum = torch.empty(0)

@@ -7,8 +7,9 @@ experts, so each is planned once.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron_aro.config import ParamLayout
@@ -21,13 +22,19 @@ from megatron_aro.sharding.cost import (
     Rates,
     batch_limit,
     batch_seconds,
+    member_work,
+    members_bytes,
     rotation_bytes,
     seconds,
     step_work,
+    turn_bytes,
+    turn_seconds,
+    turn_work,
     workspace_bytes,
 )
 from megatron_aro.sharding.geometry import Layout, Part, parts
 from megatron_aro.sharding.gpt import GPT, Chunk, Parameter, Split, chunk_parameters
+from megatron_aro.sharding.groups import Member, plan_groups
 from megatron_aro.sharding.logical import Interval, LogicalMatrix
 from megatron_aro.sharding.plan import Plan, Sharded, make_plan
 from megatron_aro.sharding.rules import check_used, unused
@@ -99,7 +106,10 @@ class Figures:
             padding included; padding: how many of them param layout "whole" adds to "packed".
         summed: of sums over all ranks of a stage, and of rotations that go to them, in full-model
             mode; what completes rows is in dp_sent and dp_received.
-        adamw: elements of AdamW's parameters whose moments are kept here.
+        adamw: elements of AdamW's parameters whose moments are kept here (a tied output layer's
+            bucket of its own is left out: a few are then on other ranks of the last stage).
+        shared_sent: shares of what is orthonormalised for several matrices, and their rotations.
+        rotation: with copies of shared ones, where members are.
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.
@@ -118,6 +128,7 @@ class Figures:
     buffered: int = 0
     padding: int = 0
     adamw: int = 0
+    shared_sent: int = 0
     momentum: int = 0
     rotation: int = 0
     gathered: int = 0
@@ -139,6 +150,7 @@ class Account:
         parameters, matrices: of the model, each once; aro_parameters: of them in matrices.
         largest: predicted milliseconds of its most expensive matrix.
         ranks: figures by rank, of the stage, then of the rank in its stage.
+        rotations: of the model, each once.
     """
 
     parameters: int
@@ -146,6 +158,7 @@ class Account:
     matrices: int
     largest: float
     ranks: tuple[Figures, ...]
+    rotations: int
 
     def spread(self, name: str) -> tuple[float, float, float]:
         """(min, mean, max) of a figure over all ranks."""
@@ -174,18 +187,24 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
     Raises:
         ValueError: an exception by name fits nothing, or a matrix does not lie in a rank as one.
     """
-    planned: dict[tuple, list[Figures]] = {}
+    planned: dict[tuple, tuple[list[Figures], list[Member]]] = {}
     ranks: list[Figures] = []
+    members: list[Member] = []
+    shares = gpt.aro.sharing != "none"  # so names count, and no stage is like another
     for number, chunks in enumerate(pipeline):
         moe = gpt.moe or (False,) * gpt.layers
         layers = tuple(
             (tuple(moe[layer] for layer in chunk.layers), chunk.first, chunk.last)
             for chunk in chunks
         )
-        key = (number == 0, layers)  # the first stage alone has buckets
+        key = (number if shares else number == 0, layers)  # the first stage alone has buckets
         if key not in planned:
             planned[key] = _stage(gpt, chunks, run, run.bucket_size if number == 0 else None)
-        ranks += planned[key]
+        figures, of_stage = planned[key]
+        members += [member._replace(rank=len(ranks) + member.rank) for member in of_stage]
+        # Stages planned once must not share figures that groups add to.
+        ranks += [replace(figure) for figure in figures]
+    groups = _add_groups(ranks, members, run)
     whole = Chunk(tuple(range(gpt.layers)), first=True, last=True)
     everything = chunk_parameters(gpt, whole, Split())
     check_used(unused(gpt.aro, ((p.name, p.matrices) for p in everything if p.hidden)))
@@ -195,36 +214,74 @@ def account(gpt: GPT, pipeline: Sequence[Sequence[Chunk]], run: Run) -> Account:
         aro_parameters=sum(parameter.numel for parameter in aro),
         matrices=sum(len(p.matrices) + (p.by == "columns") for p in aro),
         largest=max(
-            (
-                1e3 * batch_seconds(1, *matrix.shape, run.rates)
-                for parameter in aro
-                for matrix in parameter.matrices
-            ),
+            (1e3 * _seconds([matrix], run) for parameter in aro for matrix in parameter.matrices),
             default=0.0,
         ),
         ranks=tuple(ranks),
+        rotations=groups + sum(not x.group for parameter in aro for x in parameter.matrices),
     )
 
 
-def _stage(gpt: GPT, chunks: Sequence[Chunk], run: Run, bucket_size: int | None) -> list[Figures]:
-    """The ranks of a stage, in Megatron's order: TP, then CP, EP and DP, the last slowest."""
+def _stage(
+    gpt: GPT, chunks: Sequence[Chunk], run: Run, bucket_size: int | None
+) -> tuple[list[Figures], list[Member]]:
+    """The ranks of a stage, in Megatron's order: TP, then CP, EP and DP, the last slowest.
+
+    And the matrices that share rotations, with their owners' ranks in the stage.
+    """
     split, size = run.split, run.per_stage
-    stored = [chunk_parameters(gpt, chunk, split) for chunk in chunks]
     figures = [Figures()] * size
+    members: list[Member] = []
     # Dense parameters, then the experts of each expert-parallel rank, whose ranks have the dense
     # ones to step already.
     for expert, tp, ep in ((False, split.tp, 1), (True, split.etp, split.ep)):
-        kind = [[p for p in parameters if p.expert == expert] for parameters in stored]
-        if not any(kind):
-            continue
         for e in range(ep):
+            stored = [chunk_parameters(gpt, chunk, split, e) for chunk in chunks]
+            kind = [[p for p in parameters if p.expert == expert] for parameters in stored]
+            if not any(kind):
+                continue
             ranks = [[(d * ep + e) * tp + t for d in range(size // (tp * ep))] for t in range(tp)]
             loads = [[figures[rank].milliseconds / 1e3 for rank in row] for row in ranks]
-            planned = _grid(kind, loads, run, bucket_size)
+            planned, plan = _grid(kind, loads, run, bucket_size)
             for row, of_row in zip(ranks, planned, strict=True):
                 for rank, figure in zip(row, of_row, strict=True):
                     figures[rank] += figure
-    return figures
+            members += [
+                Member(s.matrix.group, s.matrix.name, s.matrix.shape, ranks[t][d])
+                for s, (t, d) in zip(plan.sharded, plan.owners, strict=True)
+                if s.matrix.group
+            ]
+    return figures, members
+
+
+def _add_groups(ranks: list[Figures], members: list[Member], run: Run) -> int:
+    """Add what shared rotations take to the figures of all ranks; how many there are."""
+    loads = [figure.milliseconds / 1e3 for figure in ranks]
+    turn = functools.partial(turn_seconds, rates=run.rates)
+    plan = plan_groups(members, loads, turn)
+    buffers = [0] * len(ranks)
+    turned: list[Counter[tuple[int, int]]] = [Counter() for _ in ranks]
+    for group in plan.groups:
+        m, k = group.shape
+        owner, others, size = ranks[group.owner], len(group.ranks) - 1, FP32 * m * k
+        owner.flops += turn_work(m, k).flops
+        owner.milliseconds += 1e3 * turn(m, k)
+        owner.shared_sent += others * size
+        buffers[group.owner] += (others + 1) * size
+        turned[group.owner][m, k] += turn_bytes(m, k)
+        for rank in group.ranks:
+            ranks[rank].rotation += size
+            if rank != group.owner:
+                ranks[rank].shared_sent += size
+                buffers[rank] += 2 * size
+    elements: dict[int, list[int]] = {}
+    for member in members:
+        elements.setdefault(member.rank, []).append(member.shape[0] * member.shape[1])
+    for rank, of_rank in elements.items():
+        of_turns = max(turned[rank].values(), default=0)
+        at_once = max(members_bytes(sum(of_rank), max(of_rank)), of_turns)
+        ranks[rank].workspace = max(ranks[rank].workspace, buffers[rank] + at_once)
+    return len(plan.groups)
 
 
 def _grid(
@@ -232,7 +289,7 @@ def _grid(
     loads: Sequence[Sequence[float]],
     run: Run,
     bucket_size: int | None,
-) -> list[list[Figures]]:
+) -> tuple[list[list[Figures]], Plan]:
     """Figures of the positions [tp][dp] that share these parameters, chunk by chunk.
 
     Args:
@@ -299,17 +356,27 @@ def _grid(
             figure.exchange = moved.buffers(run.exchange_bytes)
     if columns:
         add_columns(columns, plan.idlest, figures, run.column_rates)
-    return figures
+    return figures, plan
 
 
 def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
     for batch in plan.batches:
         (t, d), count = batch.owner, len(batch.members)
-        m, n = plan.sharded[batch.members[0]].matrix.shape
-        figure = figures[t][d]
+        matrices = [plan.sharded[i].matrix for i in batch.members]
+        m, n = matrices[0].shape
+        figure, shares = figures[t][d], bool(matrices[0].group)
         figure.matrices += count
-        figure.flops += count * step_work(m, n).flops
-        figure.milliseconds += 1e3 * batch_seconds(count, m, n, run.rates)
-        figure.rotation += count * rotation_bytes(m, n)
+        figure.flops += count * (member_work if shares else step_work)(m, n).flops
+        figure.milliseconds += 1e3 * _seconds(matrices, run)
         figure.gathered += count * FP32 * m * n
+        if shares:  # rotation and workspace go with the groups
+            continue
+        figure.rotation += count * rotation_bytes(m, n)
         figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))
+
+
+def _seconds(matrices: Sequence[LogicalMatrix], run: Run) -> float:
+    """Predicted seconds of a batch; of one that shares rotations without turning them."""
+    if matrices[0].group:
+        return sum(map(run.seconds, matrices))
+    return batch_seconds(len(matrices), *matrices[0].shape, run.rates)

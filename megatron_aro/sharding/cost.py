@@ -70,7 +70,8 @@ H100: dict[Precision, Rates] = {
 
 def rates_of(aro: AROConfig) -> Rates:
     """An H100's, for what these settings make of their precision."""
-    return H100[aro.precision] if aro.in_halves else plain_rates_of(aro)
+    in_halves = aro.in_halves and aro.sharing == "none"
+    return H100[aro.precision] if in_halves else plain_rates_of(aro)
 
 
 def plain_rates_of(aro: AROConfig) -> Rates:
@@ -93,9 +94,30 @@ def batch_seconds(count: int, m: int, n: int, rates: Rates = H100["fp16x3"]) -> 
     return rates.batch + rates.column * work.columns + count * _each(work, rates)
 
 
+@cache
+def member_work(m: int, n: int) -> Work:
+    """What a matrix adds to a stack of more than m columns in all: products with its m x m R."""
+    return Work(8.0 * m * n * m, 0.0, m * n, 0)
+
+
+@cache
+def turn_work(m: int, k: int) -> Work:
+    """The new rotation of a stack, m x k, from the sum of what its members looked ahead to."""
+    return Work(0.0, step_work(m, k).factors, m * k, k)
+
+
 def seconds(matrix: LogicalMatrix, rates: Rates = H100["fp16x3"]) -> float:
-    """Predicted seconds that one more matrix adds to a batch; what `make_plan` balances."""
-    return _each(step_work(*matrix.shape), rates)
+    """Predicted seconds that one more matrix adds to a batch; what `make_plan` balances.
+
+    Of one that shares its rotation without what is done once for all that do: `turn_seconds`.
+    """
+    work = member_work if matrix.group else step_work
+    return _each(work(*matrix.shape), rates)
+
+
+def turn_seconds(m: int, k: int, rates: Rates = H100["fp32"]) -> float:
+    """Predicted seconds of turning the m x k rotation of a stack."""
+    return _each(turn_work(m, k), rates)
 
 
 def _each(work: Work, rates: Rates) -> float:
@@ -115,6 +137,20 @@ def rotation_bytes(m: int, n: int) -> int:
 def batch_limit(m: int, n: int, workspace: int) -> int:
     """How many oriented m x n matrices may be stepped at once in so many bytes; one always."""
     return max(1, workspace // workspace_bytes(m, n))
+
+
+def members_bytes(elements: int, largest: int) -> int:
+    """Memory of stepping what a rank owns of stacks, all at once, beside the momenta, in bytes.
+
+    Args:
+        elements: of all its members; largest: of one.
+    """
+    return FP32 * (2 * elements + 3 * largest)
+
+
+def turn_bytes(m: int, k: int) -> int:
+    """Memory of turning the m x k rotation of a stack, beside the shares that came, in bytes."""
+    return FP32 * 6 * m * k
 
 
 def workspace_bytes(m: int, n: int) -> int:

@@ -307,7 +307,7 @@ def _matrix(
     shape = (layout.rows, columns)
     if rules.is_adamws(name, gpt.aro):
         return Parameter(name, shape, layout, expert, hidden=True)
-    matrices, _ = rules.matrices(name, parts, columns, gpt.aro)
+    matrices, _ = rules.matrices(name, parts, columns, gpt.aro, gpt.hidden)
     return Parameter(name, shape, layout, expert, matrices, "matrices", hidden=True)
 
 

@@ -23,6 +23,7 @@ class LogicalMatrix:
         intervals: row intervals of the parameter that make it up, in order.
         columns: number of columns of the parameter.
         transposed: whether the rotated side is the columns as stored.
+        group: name of those whose rotation it shares, free of any layout; "" for its own.
     """
 
     name: str
@@ -30,6 +31,7 @@ class LogicalMatrix:
     intervals: tuple[Interval, ...]
     columns: int
     transposed: bool
+    group: str = ""
 
     @property
     def rows(self) -> int:

@@ -135,7 +135,10 @@ class Sharded:
 
 
 class Batch(NamedTuple):
-    """Matrices of one stored shape that their owner steps together."""
+    """Matrices of one stored shape that their owner steps together.
+
+    Those that share rotations with others are only gathered and returned so, by themselves.
+    """
 
     owner: Position
     chunk: int
@@ -280,10 +283,11 @@ def _batches(
     are worth, the same number for all, about equal in each owner's cost. Batches are not cut for
     them: on four H100s smaller batches cost more than the overlap gained.
     """
-    of_owner: dict[Position, dict[tuple[int, int, bool], list[int]]] = {}
+    of_owner: dict[Position, dict[tuple[tuple[int, int, bool], bool], list[int]]] = {}
     travelling: dict[Position, int] = {}
     for i, (s, (t, d)) in enumerate(zip(sharded, owners, strict=True)):
-        of_owner.setdefault((t, d), {}).setdefault(s.matrix.stored, []).append(i)
+        kind = (s.matrix.stored, bool(s.matrix.group))
+        of_owner.setdefault((t, d), {}).setdefault(kind, []).append(i)
         moved = s.numel - sum(length for _, _, length in s.segments(t, d))
         replicas = len(s.held)
         if replicas > 1 and s.count(d) == s.numel == s.count((d + 1) % replicas):
@@ -294,7 +298,7 @@ def _batches(
     for owner, groups in sorted(of_owner.items()):
         total = sum(costs[i] for members in groups.values() for i in members)
         done = 0.0
-        for stored, members in sorted(groups.items()):
+        for (stored, _), members in sorted(groups.items()):
             size = at_most(*sharded[members[0]].matrix.shape) if at_most else len(members)
             for first in range(0, len(members), size):
                 batch = tuple(members[first : first + size])

@@ -3,11 +3,12 @@
 The table of the paper's rule (arXiv 2602.09006: the residual-stream dimension is the row
 dimension), by parameter name. Weights that read the residual stream are stored [out, hidden] and
 are transposed; weights that write to it are stored [hidden, in] and are not. What `AROConfig` says
-of orientation, splits and exceptions by name is applied here.
+of orientation, splits, exceptions by name and shared rotations is applied here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -32,6 +33,8 @@ _ROLES: tuple[tuple[str, str], ...] = (
     (r"\.eh_proj\.weight", WRITES),  # multi-token prediction
 )
 
+_LAYER = re.compile(r"^(?:decoder|(mtp))\.layers\.(\d+)\.")
+
 Parts = Mapping[str, tuple[Interval, ...]]
 
 
@@ -49,16 +52,23 @@ def fused(aro: AROConfig, kind: str, sizes: Mapping[str, int], *, repeats: int =
 
 
 def matrices(
-    name: str, parts: Parts, columns: int, aro: AROConfig
+    name: str, parts: Parts, columns: int, aro: AROConfig, hidden: int
 ) -> tuple[tuple[LogicalMatrix, ...], str]:
-    """The matrices of a parameter, and why a side was chosen where the table has no such name."""
+    """The matrices of a parameter, and why a side was chosen where the table has no such name.
+
+    Args:
+        hidden: the residual dimension.
+    """
     role = next((role for pattern, role in _ROLES if re.search(pattern + "$", name)), None)
     made, notes = [], []
     for part, intervals in parts.items():
         whole = f"{name}#{part}" if part else name
         rows = sum(stop - start for start, stop in intervals)
         transposed, note = _orientation(_rule(name, whole, aro), role, rows, columns)
-        made.append(LogicalMatrix(whole, name, intervals, columns, transposed))
+        matrix = LogicalMatrix(whole, name, intervals, columns, transposed)
+        if transposed == (role == READS) and matrix.shape[0] == hidden:
+            matrix = dataclasses.replace(matrix, group=_group(name, role, aro))
+        made.append(matrix)
         notes.append(note)
     return tuple(made), next(filter(None, notes), "")
 
@@ -68,6 +78,26 @@ def _rule(parameter: str, matrix: str, aro: AROConfig) -> str:
         if rule != ADAMW and any(fnmatchcase(name, pattern) for name in (parameter, matrix)):
             return rule
     return aro.orientation
+
+
+def _group(name: str, role: str | None, aro: AROConfig) -> str:
+    """Whose rotation a matrix shares whose rows are the residual dimension; "" for nobody's.
+
+    In a chain group l is of the stream between layers l - 1 and l, counted from 0: written by the
+    one, read by the other. A depth of multi-token prediction has a chain of its own.
+    """
+    if aro.sharing == "none" or role is None:
+        return ""
+    if aro.sharing == "global":
+        return "global"
+    layer = _LAYER.match(name)
+    if layer is None:
+        return ""
+    mtp, number = layer.groups()
+    reads = role == READS or name.endswith(".eh_proj.weight")
+    if mtp:
+        return f"mtp.{number}.chain.{int(not reads)}"
+    return f"chain.{int(number) + (not reads)}"
 
 
 def _orientation(rule: str, role: str | None, rows: int, columns: int) -> tuple[bool, str]:

@@ -69,11 +69,12 @@ def endure(name: str, gradient: torch.Tensor, step: int) -> None:
         gradient.sign_().mul_(1e-37)
 
 
-def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
+def train_recorded(argv: list[str], hardship: bool = False, states: bool = False) -> dict[str, Any]:
     """Train, one matrix at a time and in chunks, and record what this rank's part of ARO was given.
 
     Args:
         hardship: whether gradients go through `endure` first.
+        states: whether to return what `optimizer_state` says in the end, as ``state``.
 
     Returns:
         result: the run's TrainResult; optimizers: for each MatrixOptimizer of this rank its
@@ -120,8 +121,9 @@ def train_recorded(argv: list[str], hardship: bool = False) -> dict[str, Any]:
         mine["last"] = {name: main.detach().flatten().clone() for name, main in self._main.items()}
 
     MatrixOptimizer.step = step  # type: ignore[method-assign]
-    result = runs.train(argv)
-    return {"result": result, "optimizers": list(seen.values())}
+    result = runs.train(argv, inspect=optimizer_state if states else None)
+    state, result.inspected = result.inspected, None
+    return {"result": result, "optimizers": list(seen.values()), "state": state}
 
 
 def whole(optimizers: list[dict[str, Any]], pieces: list[dict[str, torch.Tensor]]) -> dict:

@@ -14,6 +14,7 @@ from megatron_aro.sharding.rules import check_used, unused
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 12, 4, 2, 3
 MODEL = SimpleNamespace(
+    hidden_size=HIDDEN,
     num_attention_heads=HEADS,
     num_query_groups=GROUPS,
     kv_channels=HEAD,

@@ -20,6 +20,7 @@ from megatron_aro.rotation import (
     new_fallback_counts,
 )
 from megatron_aro.runtime.columns import Columns
+from megatron_aro.runtime.sharing import Sharing
 from megatron_aro.sharding.account import Figures, Run, account
 from megatron_aro.sharding.buffers import everywhere
 from megatron_aro.sharding.column_account import add_columns
@@ -27,12 +28,15 @@ from megatron_aro.sharding.columns import ByColumns
 from megatron_aro.sharding.cost import (
     H100,
     batch_seconds,
+    members_bytes,
     rates_of,
     seconds,
     step_work,
+    turn_bytes,
     workspace_bytes,
 )
 from megatron_aro.sharding.gpt import GPT, Split, even_pipeline
+from megatron_aro.sharding.groups import Member, plan_groups
 from megatron_aro.sharding.logical import LogicalMatrix
 from megatron_aro.sharding.traffic import traffic
 
@@ -187,6 +191,52 @@ def test_bytes_are_those_of_the_exchange(grid: Grid) -> None:
         moved = predicted[t][d]
         assert [moved.sent("data", size), moved.sent("tensor", size)] == sent[t, d]
         assert [moved.received("data", size), moved.received("tensor", size)] == received[t, d]
+
+
+@pytest.mark.parametrize(("gpt", "run"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(("sharing", "rotations"), [("global", 1), ("chain", 0)])
+def test_rotations_of_groups_are_counted_once(
+    gpt: GPT, run: Run, sharing: str, rotations: int
+) -> None:
+    """One a group and a copy where members are; less work than a rotation a matrix, and all of it.
+
+    Products of all members, and a rotation of the residual dimension a group.
+    """
+    shared = replace(gpt, aro=AROConfig(sharing=sharing))
+    run = replace(run, ranks=min(run.ranks, 256))
+    one = account(shared, even_pipeline(gpt.layers, 1), Run(ranks=1))
+    result = account(shared, even_pipeline(gpt.layers, run.stages), run)
+    alone = account(gpt, even_pipeline(gpt.layers, run.stages), run)
+    assert result.rotations == one.rotations == (rotations or gpt.layers + 1)
+    assert alone.rotations == alone.matrices == result.matrices
+    size = 4 * gpt.hidden**2
+    assert one.ranks[0].rotation == one.rotations * size and one.ranks[0].shared_sent == 0
+    copies = sum(f.rotation for f in result.ranks) // size - one.rotations
+    assert sum(f.shared_sent for f in result.ranks) == 2 * copies * size
+    flops = [sum(f.flops for f in x.ranks) for x in (one, result, alone)]
+    assert flops[0] == pytest.approx(flops[1])
+    h = gpt.hidden
+    turns = one.rotations * (8 * h**3 + 2 * h**3 / 3)
+    hidden = sum(f.momentum for f in one.ranks) / 4
+    assert flops[0] == pytest.approx(8 * hidden * h + turns)
+    assert gpt is not QWEN or flops[1] < flops[2]
+
+
+@pytest.mark.parametrize(("d", "widths"), [(128, [128] * 6), (128, [512] * 3), (160, [40, 30])])
+def test_stacks_take_the_memory_that_is_reckoned(d: int, widths: list[int]) -> None:
+    """Within 20%: two groups on one rank, members larger and smaller than the rotation."""
+    aro = AROConfig(sharing="chain")
+    members = [Member(g, f"{g}{i}", (d, n), 0) for g in "ab" for i, n in enumerate(widths)]
+    sharing = Sharing(
+        plan_groups(members, [0.0], lambda m, k: 1.0), 0, None, torch.device("cpu"), aro
+    )
+    momenta = {member.name: torch.randn(member.shape) for member in members}
+    with Peak([*momenta.values(), *sharing.state().values()]) as peak:
+        sharing.rotate(momenta, dict.fromkeys(momenta))
+        sharing.updates()
+    k = min(d, sum(widths))
+    reckoned = max(members_bytes(2 * d * sum(widths), d * max(widths)), 2 * turn_bytes(d, k))
+    assert peak.bytes == pytest.approx(reckoned + 2 * 4 * d * k, rel=0.2)
 
 
 def test_the_plan_follows_splits_and_exceptions() -> None:

@@ -19,7 +19,7 @@ WHOLE = "--aro-param-layout whole"
 FULL = "--aro-mode full-model"
 TWO = "--pipeline-model-parallel-size 2"
 CASES = {
-    "biases, tied": (1, "--aro-orientation min-side"),
+    "biases, tied": (1, "--aro-orientation min-side --aro-sharing global"),
     "gated, GQA, odd DP": (3, f"{GATED} --global-batch-size 6"),
     "small buckets": (4, f"{GATED} --overlap-grad-reduce --ddp-bucket-size 3000"),
     "padding for bandwidth": (2, "--ddp-pad-buckets-for-high-nccl-busbw"),
@@ -36,7 +36,7 @@ CASES = {
         1,
         f"{MOE} --moe-shared-expert-gate --aro-override *_experts.*#up=left,*.1.linear_fc2*=right",
     ),
-    "MoE, EP x DP": (4, MOE + " --expert-model-parallel-size 2"),
+    "MoE, EP x DP": (4, MOE + " --expert-model-parallel-size 2 --aro-sharing chain"),
     "MoE, EP x CP": (2, MOE + " --expert-model-parallel-size 2 --context-parallel-size 2"),
     "MoE, EP x expert TP": (
         4,

@@ -127,6 +127,16 @@ def test_batches_are_what_an_owner_steps(grid: Grid, most: int) -> None:
         assert sorted(seen) == plan.owned(position)
 
 
+def test_matrices_that_share_rotations_are_batched_apart() -> None:
+    """Of one stored shape: those with a rotation of their own are stepped, the others gathered."""
+    sharded = [
+        dataclasses.replace(s, matrix=dataclasses.replace(s.matrix, group="g" * (i % 2)))
+        for i, s in enumerate(anywhere([5] * 6, 1, 1))
+    ]
+    plan = make_plan(sharded, 1, 1, size_of)
+    assert [batch.members for batch in plan.batches] == [(0, 2, 4), (1, 3, 5)]
+
+
 def test_chunks_share_the_work_of_each_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal shares up to a matrix, as many chunks as the traffic is worth, four at most."""
     sharded = anywhere([1] * 40, 1, 2)
@@ -253,6 +263,7 @@ def changes(plan: Plan) -> list[Plan]:
         "intervals": ((0, 10**6),),
         "columns": one.columns + 1,
         "transposed": not one.transposed,
+        "group": "other",
     }.items():
         other = dataclasses.replace(one, **{field: value})
         sharded.append(dataclasses.replace(first, matrix=other))

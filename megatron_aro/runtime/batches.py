@@ -1,0 +1,82 @@
+"""Batches of matrices that one rank gathers and steps, and what it keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation import MEASURES, MatrixBatch, finish_update, measure_after
+from megatron_aro.rotation.monitor import objective
+from megatron_aro.sharding.plan import Batch
+
+
+class Gathered:
+    """A batch of matrices that are whole on this rank for the time of a step."""
+
+    sample: Sequence[int] = ()  # of the batch, see `MatrixOptimizer.watch`
+    measures: Tensor | None = None  # of a step that is being measured
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+        self.release()
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory of this step: the gathered momenta [b, rows, columns], later the updates."""
+        rows, columns, transposed = self.batch.stored
+        self.stored = torch.empty(len(self.batch.members), rows, columns, device=device)
+        self.momentum = self.stored.mT if transposed else self.stored
+
+    def release(self) -> None:
+        self.stored = self.momentum = torch.empty(0)
+
+
+class Members(Gathered):
+    """Matrices that share rotations, with each other or with others elsewhere."""
+
+    second_moments: Sequence[Tensor | None] = ()
+
+    def __init__(self, batch: Batch, names: Sequence[str]):
+        super().__init__(batch)
+        self.names = names
+
+    def measure(self, updates: Mapping[str, Tensor]) -> None:
+        """Before updates, U [m, n] by name, take the momenta's place; rotations go with groups."""
+        self.measures = self.momentum.new_full((len(self.names), len(MEASURES)), torch.nan)
+        for i, (name, m_mn) in enumerate(zip(self.names, self.momentum, strict=True)):
+            u_mn = updates[name]
+            rms = torch.linalg.vector_norm(u_mn) / u_mn.numel() ** 0.5
+            self.measures[i, MEASURES.index("update_rms")] = rms
+            if i in self.sample:
+                self.measures[i, MEASURES.index("objective")] = objective(m_mn[None], u_mn[None])[0]
+
+
+class Stepped(Gathered):
+    """A batch, what is kept for it from step to step, and where it is in the current one."""
+
+    attempt: Any = None
+    failed: list[int]
+
+    def __init__(self, batch: Batch, state: MatrixBatch):
+        self.state = state
+        self.counted = state.fallbacks.clone()  # as of the last `MatrixOptimizer.measures`
+        super().__init__(batch)
+
+    def allocate(self, device: torch.device) -> None:
+        super().allocate(device)
+        self.state.momentum = self.momentum
+
+    def finish(self, aro: AROConfig) -> None:
+        """The updates, in place of the momenta."""
+        update = finish_update(self.state, self.attempt, self.failed, aro)
+        if self.measures is not None:
+            measure_after(self.measures, self.state, update, self.sample)
+        self.state.momentum.copy_(update)
+        self.attempt = None
+
+    def release(self) -> None:
+        super().release()
+        self.state.momentum = self.momentum
