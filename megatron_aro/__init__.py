@@ -1,10 +1,12 @@
 """ARO (Adaptively Rotated Optimization, arXiv 2602.09006) for Megatron-LM and plain torch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_aro.config import AROConfig
-from megatron_aro.optimizer import ARO
 from megatron_aro.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_aro.optimizer import ARO
 
 # For training loops of one's own on megatron-core; see docs/examples/own_loop.py.
 _ON_CORE = ("AROOptimizerConfig", "get_aro_optimizer", "tag_parameters")
@@ -19,6 +21,10 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ARO":  # imports torch, without which the commands are to say so in a sentence
+        from megatron_aro.optimizer import ARO
+
+        return ARO
     if name in _ON_CORE:  # imports Megatron, which plain torch does without
         from megatron_aro.megatron import optimizer
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +92,13 @@ def test_versions_are_judged_by_their_beginning() -> None:
     ]
     assert statuses == ["ok", "note", "note"]
     assert doctor._package("no-such-package", "")[:2] == ("no-such-package", "failed")
+
+
+def test_a_python_without_torch_is_told_in_a_sentence() -> None:
+    """Any command: no traceback, and where the right Python is."""
+    root = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-S", "-m", "megatron_aro.cli.main", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "has no " in done.stderr and ".venv/bin/python" in done.stderr

@@ -6,7 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_aro.cli import bench, compare, doctor, inspect, plan, prepare, train
+try:
+    from megatron_aro.cli import bench, compare, doctor, inspect, plan, prepare, train
+except ModuleNotFoundError as missing:
+    print(
+        f"error: {sys.executable} (Python {sys.version.split()[0]}) has no {missing.name}: use the "
+        "Python that trains, .venv/bin/python after scripts/quickstart.sh.",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
