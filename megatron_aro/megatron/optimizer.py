@@ -42,7 +42,12 @@ from megatron_aro.megatron.grids import Grid, make_grids
 from megatron_aro.megatron.matrices import is_aro_parameter, place
 from megatron_aro.megatron.monitor import Monitor
 from megatron_aro.megatron.names import trainable_parameters
-from megatron_aro.megatron.report import print_padding, print_placements, whole_model
+from megatron_aro.megatron.report import (
+    print_padding,
+    print_placements,
+    print_unknown_vocabulary,
+    whole_model,
+)
 from megatron_aro.megatron.wrappers import (
     ARODistributedOptimizer,
     LoadableDistributedOptimizer,
@@ -170,6 +175,8 @@ def get_aro_optimizer(
         _bind(*bound, getattr(config, "vocabulary", None))
     everywhere = whole_model([x for of_grid in placements.values() for _, x in of_grid])
     print_placements(everywhere)
+    if aro.mode == "full-model" and getattr(config, "vocabulary", None) is None:
+        print_unknown_vocabulary()
     if aro.param_layout == "whole":
         print_padding(*param_layout.elements(model_chunks))
     chain = AROChainedOptimizer(wrapped)
