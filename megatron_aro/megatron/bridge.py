@@ -61,8 +61,8 @@ def use_aro(recipe: Any, aro: AROConfig | None = None) -> None:
 
     Learning rate, schedule, weight decay and clipping stay the recipe's, which fit if they were
     AdamW's. Call it last: later changes of ``recipe.model`` or ``recipe.optimizer`` as a whole
-    would undo it. In full-model mode set ``recipe.optimizer.vocabulary`` to the tokenizer's size, or
-    rows that pad the vocabulary count as tokens.
+    would undo it. In full-model mode set ``recipe.optimizer.vocabulary`` to the tokenizer's size:
+    rows that pad it would count as tokens.
 
     Args:
         recipe: Megatron-Bridge's ConfigContainer.

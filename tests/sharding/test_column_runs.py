@@ -1,4 +1,4 @@
-"""Columns over gloo, whatever the cuts: the update of the whole matrix, on every rank that holds it."""
+"""Columns over gloo, whatever the cuts: every rank gets the update of what it holds."""
 
 from __future__ import annotations
 
