@@ -57,11 +57,12 @@ class AROOptimizerConfig(optimizer.AROOptimizerConfig):
 
 
 def use_aro(recipe: Any, aro: AROConfig | None = None) -> None:
-    """Train a recipe with ARO: its matrices by ARO, all else by AdamW.
+    """Train a recipe with ARO: its matrices by ARO, all else by AdamW, or by ARO too.
 
     Learning rate, schedule, weight decay and clipping stay the recipe's, which fit if they were
     AdamW's. Call it last: later changes of ``recipe.model`` or ``recipe.optimizer`` as a whole
-    would undo it.
+    would undo it. In full-model mode set ``recipe.optimizer.vocabulary`` to the tokenizer's size:
+    rows that pad it would count as tokens.
 
     Args:
         recipe: Megatron-Bridge's ConfigContainer.

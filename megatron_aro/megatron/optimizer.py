@@ -46,6 +46,7 @@ from megatron_aro.megatron.report import (
     print_padding,
     print_placements,
     print_sharing,
+    print_unknown_vocabulary,
     whole_model,
 )
 from megatron_aro.megatron.shared import share
@@ -181,6 +182,8 @@ def get_aro_optimizer(
     print_placements(everywhere)
     if aro.sharing != "none":
         print_sharing(everywhere)
+    if aro.mode == "full-model" and getattr(config, "vocabulary", None) is None:
+        print_unknown_vocabulary()
     if aro.param_layout == "whole":
         print_padding(*param_layout.elements(model_chunks))
     chain = AROChainedOptimizer(wrapped)

@@ -89,6 +89,16 @@ def print_sharing(placements: Sequence[Placement]) -> None:
     )
 
 
+def print_unknown_vocabulary() -> None:
+    """Print on rank 0 that padding of the vocabulary cannot be told from tokens."""
+    if dist.get_rank() == 0:
+        print(
+            "> ARO: the size of the vocabulary is not known: all rows of word embeddings and "
+            "output layer count as tokens (AROOptimizerConfig.vocabulary)",
+            flush=True,
+        )
+
+
 def print_padding(numel: int, packed: int) -> None:
     """Print on rank 0 what the layout without cut matrices adds to flat buffers.
 

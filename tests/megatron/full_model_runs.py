@@ -40,9 +40,9 @@ def train_full(argv: list[str], vanishing: bool = False) -> dict[str, Any]:
         vanishing: whether gradients go through `vanish`.
 
     Returns:
-        of each optimizer also `parameters`, for each name that this rank has elements of: what
-        steps it, the whole shape, the axis that tensor parallelism cuts, the first element held
-        and the shape of the shard; and `largest`, elements of the largest piece it stepped.
+        `largest`, elements of the largest piece that this rank stepped, and of each optimizer also
+        `parameters`, for each name that this rank has elements of: what steps it, the whole shape,
+        the axis that tensor parallelism cuts, the first element held and the shape of the shard.
     """
     from megatron_aro.megatron import by_columns
     from megatron_aro.rotation import stacks
@@ -81,8 +81,7 @@ def train_full(argv: list[str], vanishing: bool = False) -> dict[str, Any]:
     recorded = train_recorded(argv, hardship=vanishing)
     for optimizer in recorded["optimizers"]:
         optimizer["parameters"] = found[optimizer["id"]]
-        optimizer["largest"] = largest[0]
-    return recorded
+    return recorded | {"largest": largest[0]}
 
 
 def train_counting(argv: list[str]) -> list[Counter]:
