@@ -53,7 +53,7 @@ _ROWS = {
     "tp_sent": ("MiB sent over TP", 2.0**20),
     "tp_received": ("MiB received over TP", 2.0**20),
     "summed": ("MiB summed over ranks", 2.0**20),
-    "shared_sent": ("MiB sent, shared rotations", 2.0**20),
+    "shared_sent": ("MiB of rotations sent", 2.0**20),
     "gradients": ("MiB of gradients sent", 2.0**20),
     "buffered": ("M elements, ARO buffers", 1e6),
     "padding": ("  of them padded by whole", 1e6),
@@ -325,13 +325,13 @@ def as_text(result: Account, run: Run, took: float) -> str:
         f"{run.ranks} ranks: {run.stages} stages, TP {run.split.tp}, "
         f"DP x CP {run.per_stage // run.split.tp}, EP {run.split.ep}, expert TP {run.split.etp}",
         "",
-        f"{'per rank and step':26} {'min':>12} {'mean':>12} {'max':>12}",
+        f"{'per rank and step':24} {'min':>12} {'mean':>12} {'max':>12}",
     ]
     for name, (title, unit) in _ROWS.items():
         shown = [f"{value / unit:12,.2f}" for value in result.spread(name)]
-        lines.append(f"{title:26} {' '.join(shown)}")
-    lines.append(f"{'imbalance (max / mean)':26} {result.imbalance:38.2f}")
-    lines.append(f"{'  at best':26} {result.best_imbalance:38.2f}")
+        lines.append(f"{title:24} {' '.join(shown)}")
+    lines.append(f"{'imbalance (max / mean)':24} {result.imbalance:38.2f}")
+    lines.append(f"{'  at best':24} {result.best_imbalance:38.2f}")
     if run.param_layout == "whole":
         buffers = ((f.buffered, f.buffered - f.padding) for f in result.ranks)
         lines.append(padding_note(buffers))

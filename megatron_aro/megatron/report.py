@@ -82,9 +82,9 @@ def print_sharing(placements: Sequence[Placement]) -> None:
     sizes = Counter(matrix.group for matrix in matrices if matrix.group)
     alone = sorted({_LAYERS.sub("*", x.name) for x in matrices if not x.group})
     print(
-        f"> ARO: {len(sizes)} rotations are shared by {sizes.total()} matrices, "
-        f"{min(sizes.values())} to {max(sizes.values())} each; a rotation of their own have "
-        f"{', '.join(alone) or 'none'}",
+        f"> ARO: shared rotations: {len(sizes)}, of {min(sizes.values())} to "
+        f"{max(sizes.values())} matrices, {sizes.total()} in all; matrices with a rotation of "
+        f"their own: {', '.join(alone) or 'none'}",
         flush=True,
     )
 

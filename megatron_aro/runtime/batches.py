@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import MEASURES, MatrixBatch, finish_update, measure_after
+from megatron_aro.rotation import (
+    MEASURES,
+    MatrixBatch,
+    finish_update,
+    initial_rotation,
+    measure_after,
+    new_fallback_counts,
+    second_moment_shape,
+)
 from megatron_aro.rotation.monitor import objective
 from megatron_aro.sharding.plan import Batch
 
@@ -80,3 +88,14 @@ class Stepped(Gathered):
     def release(self) -> None:
         super().release()
         self.state.momentum = self.momentum
+
+
+def new_state(aro: AROConfig, b: int, m: int, n: int, device: torch.device) -> MatrixBatch:
+    """What is kept for b matrices [m, n] before their first step; momenta are each step's own."""
+    moment = second_moment_shape(aro, m, n)
+    return MatrixBatch(
+        momentum=torch.empty(0),
+        rotation=initial_rotation(b, m, n, dtype=torch.float32, device=device),
+        fallbacks=new_fallback_counts(b, device),
+        second_moment=torch.zeros(b, *moment, device=device) if moment else None,
+    )

@@ -16,18 +16,14 @@ from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
     MEASURES,
-    MatrixBatch,
     advance_momentum,
     apply_updates,
     attempt_rotation,
     finish_update,
-    initial_rotation,
     measure_before,
-    new_fallback_counts,
     read_failed,
-    second_moment_shape,
 )
-from megatron_aro.runtime.batches import Gathered, Members, Stepped
+from megatron_aro.runtime.batches import Gathered, Members, Stepped, new_state
 from megatron_aro.runtime.columns import Columns
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.sharing import Sharing
@@ -104,18 +100,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         matrices = [self._exchange.plan.sharded[i].matrix for i in batch.members]
         if matrices[0].group:
             return Members(batch, [matrix.name for matrix in matrices])
-        return Stepped(batch, self._new_state(batch))
-
-    def _new_state(self, batch: Batch) -> MatrixBatch:
-        m, n = self._exchange.plan.sharded[batch.members[0]].matrix.shape
-        b, device = len(batch.members), self._exchange.device
-        moment = second_moment_shape(self.aro, m, n)
-        return MatrixBatch(
-            momentum=torch.empty(0),  # each step's own
-            rotation=initial_rotation(b, m, n, dtype=torch.float32, device=device),
-            fallbacks=new_fallback_counts(b, device),
-            second_moment=torch.zeros(b, *moment, device=device) if moment else None,
-        )
+        m, n = matrices[0].shape
+        return Stepped(batch, new_state(self.aro, len(matrices), m, n, self.device))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -298,6 +298,17 @@ def test_what_cannot_be_shared_is_refused(pool: Pool, flags: list[str], sentence
     assert refused.exit_status == 2 and sentence in refused.stderr
 
 
+def test_start_up_says_what_is_shared(pool: Pool) -> None:
+    """Once, of both stages and of both halves of the experts, and what is left alone by name."""
+    turned_proj = ["--aro-override", "*.linear_proj.weight=right"]
+    ranks = pool.train(4, [*ARO, *MOE, *PP2, *EP2, *CHAIN, *turned_proj, "--train-iters", "1"])
+    said = [line for rank in ranks for line in rank.stdout.splitlines() if "ARO: shared" in line]
+    assert said == [
+        "> ARO: shared rotations: 3, of 4 to 16 matrices, 32 in all; matrices with a rotation "
+        "of their own: decoder.layers.*.self_attention.linear_proj.weight"
+    ]
+
+
 def test_nothing_to_share_is_refused(pool: Pool) -> None:
     """Every matrix turned to its other side: none has the residual dimension as rows."""
     sides = "*.linear_proj.*=right,*.linear_fc2.*=right,*=left"
