@@ -136,7 +136,7 @@ def get_aro_optimizer(
     """
     aro = getattr(config, "aro", None) or AROConfig()
     chunk = model_chunks[0]
-    layout = argparse.Namespace(aro_param_layout=aro.param_layout)
+    layout = argparse.Namespace(aro_param_layout=aro.param_layout, aro_mode=aro.mode)
     support.check_configs(get_model_config(chunk), chunk.ddp_config, config, layout)
     groups = _param_groups(config, model_chunks, config_overrides, aro)
     checks.each_parameter_once(model_chunks, groups)

@@ -192,7 +192,11 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
     assert not refusal.applies(args)
     name = refusal.flag.split()[0].strip("-").replace("-", "_")
     for value in (2, True, "full_iteration", "somewhere.yaml", "torch", "whole", "local"):
-        if refusal.applies(SimpleNamespace(**{**vars(args), "save": "there", name: value})):
+        if refusal.applies(
+            SimpleNamespace(
+                **{**vars(args), "save": "there", "aro_mode": "full-model", name: value}
+            )
+        ):
             break
     else:
         pytest.fail(f"nothing turns {refusal.flag} on")

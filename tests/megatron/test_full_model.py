@@ -26,6 +26,7 @@ ARO = [*_ARO, *FULL, "--micro-batch-size", "1", "--vocab-size", "150"]
 VOCABULARY = 150
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+VIRTUAL = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 ROPE = ["--position-embedding-type", "rope"]
@@ -45,6 +46,7 @@ LAYOUTS = {
     "TP 2 x DP 2": (4, [*BIASES, *UNTIED, *TP2, *DISTRIBUTED]),
     "TP 2 x DP 2 replicated": (4, [*BIASES, *TP2, "--aro-rotation", "none"]),
     "PP 2": (2, [*GATED, *PP2]),
+    "PP 2, virtual": (2, [*GATED, *PP2, *VIRTUAL]),
     "PP 2, untied": (2, [*GATED, *UNTIED, *PP2, "--aro-projection", "sign"]),
     "PP 2, multi-token prediction": (2, [*GATED, *MTP, *PP2]),
     "PP 2 x DP 2": (4, [*GATED, *PP2, *DISTRIBUTED]),
