@@ -55,8 +55,7 @@ def make(
         held = held_intervals(wrapped, parameter, dp)
         if placement.by == "columns":
             matrix = _matrix(placement, parameter, tp, held, vocabulary)
-            is_copy = getattr(parameter, "shared", False)  # not that of the first stage
-            (copies if is_copy else matrices).append(matrix)
+            (copies if _is_copy(parameter) else matrices).append(matrix)
         elif placement.by == "vector":
             everywhere = held.runs[0][1] - held.runs[0][0] > 1
             counted = not (placement.layout.axis is None and t or everywhere and d)
@@ -82,6 +81,20 @@ def make(
         wrapped.optimizer.aro,
     )
     return columns, true_elements
+
+
+def turned(placements: Placed) -> list[tuple[int, int]]:
+    """The oriented shapes whose rotations this stage turns."""
+    return [
+        (placement.shape[1], placement.shape[0])
+        for parameter, placement in placements
+        if placement.by == "columns" and not _is_copy(parameter)
+    ]
+
+
+def _is_copy(parameter: torch.Tensor) -> bool:
+    """Whether it is a copy of the first stage's word embeddings."""
+    return getattr(parameter, "shared", False)
 
 
 def _matrix(
