@@ -52,11 +52,13 @@ def make(
     vectors: list[Vector] = []
     copies: list[ByColumns] = []
     for parameter, placement in placements:
+        if placement.by not in ("columns", "vector"):
+            continue
         held = held_intervals(wrapped, parameter, dp)
         if placement.by == "columns":
             matrix = _matrix(placement, parameter, tp, held, vocabulary)
             (copies if _is_copy(parameter) else matrices).append(matrix)
-        elif placement.by == "vector":
+        else:
             everywhere = held.runs[0][1] - held.runs[0][0] > 1
             counted = not (placement.layout.axis is None and t or everywhere and d)
             numel = torch.Size(placement.shape).numel()
