@@ -52,12 +52,13 @@ def make(
     vectors: list[Vector] = []
     copies: list[ByColumns] = []
     for parameter, placement in placements:
+        if placement.by not in ("columns", "vector"):
+            continue
         held = held_intervals(wrapped, parameter, dp)
         if placement.by == "columns":
             matrix = _matrix(placement, parameter, tp, held, vocabulary)
-            is_copy = getattr(parameter, "shared", False)  # not that of the first stage
-            (copies if is_copy else matrices).append(matrix)
-        elif placement.by == "vector":
+            (copies if _is_copy(parameter) else matrices).append(matrix)
+        else:
             everywhere = held.runs[0][1] - held.runs[0][0] > 1
             counted = not (placement.layout.axis is None and t or everywhere and d)
             numel = torch.Size(placement.shape).numel()
@@ -82,6 +83,20 @@ def make(
         wrapped.optimizer.aro,
     )
     return columns, true_elements
+
+
+def turned(placements: Placed) -> list[tuple[int, int]]:
+    """The oriented shapes whose rotations this stage turns."""
+    return [
+        (placement.shape[1], placement.shape[0])
+        for parameter, placement in placements
+        if placement.by == "columns" and not _is_copy(parameter)
+    ]
+
+
+def _is_copy(parameter: torch.Tensor) -> bool:
+    """Whether it is a copy of the first stage's word embeddings."""
+    return getattr(parameter, "shared", False)
 
 
 def _matrix(

@@ -58,7 +58,13 @@ from megatron_aro.megatron.wrappers import (
 )
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
-from megatron_aro.sharding.cost import batch_limit, rates_of, seconds
+from megatron_aro.sharding.cost import (
+    batch_limit,
+    plain_rates_of,
+    rates_of,
+    seconds,
+    turning_seconds,
+)
 from megatron_aro.sharding.geometry import parts
 from megatron_aro.sharding.plan import Sharded, make_plan
 
@@ -138,7 +144,9 @@ def get_aro_optimizer(
     """
     aro = getattr(config, "aro", None) or AROConfig()
     chunk = model_chunks[0]
-    layout = argparse.Namespace(aro_param_layout=aro.param_layout, aro_sharing=aro.sharing)
+    layout = argparse.Namespace(
+        aro_param_layout=aro.param_layout, aro_mode=aro.mode, aro_sharing=aro.sharing
+    )
     support.check_configs(get_model_config(chunk), chunk.ddp_config, config, layout)
     groups = _param_groups(config, model_chunks, config_overrides, aro)
     checks.each_parameter_once(model_chunks, groups)
@@ -314,7 +322,8 @@ def _bind(
     aro = wrapped.optimizer.aro
     cost = functools.partial(seconds, rates=rates_of(aro))
     at_most = functools.partial(batch_limit, workspace=aro.workspace_mib << 20)
-    plan = make_plan(sharded, tp, dp, cost, before, at_most)
+    turning = turning_seconds(by_columns.turned(placements), plain_rates_of(aro))
+    plan = make_plan(sharded, tp, dp, cost, before, at_most, turning)
     for ranks, row in zip(grid.ranks, plan.loads, strict=True):
         loads.update(zip(ranks, row, strict=True))
     device = placements[0][0].device if placements else torch.device("cpu")
@@ -328,6 +337,6 @@ def _bind(
     columns, true_elements = None, None
     if aro.mode == "full-model":
         columns, true_elements = by_columns.make(
-            wrapped, placements, grid, plan.idlest, main_parameters, vocabulary
+            wrapped, placements, grid, plan.turner, main_parameters, vocabulary
         )
     wrapped.optimizer.bind(exchange, main_parameters, columns, true_elements)

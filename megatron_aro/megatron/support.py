@@ -66,7 +66,7 @@ _REFUSALS = (
         "add the latter or drop the former",
     ),
     Refusal(
-        "--aro-mode full-model with --aro-param-layout whole",
+        "--aro-param-layout whole with --aro-mode full-model",
         lambda args: args.aro_param_layout == "whole" and args.aro_mode == "full-model",
         "a rank would hold a whole vocabulary matrix",
         "use packed",

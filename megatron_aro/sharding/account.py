@@ -30,6 +30,7 @@ from megatron_aro.sharding.cost import (
     turn_bytes,
     turn_seconds,
     turn_work,
+    turning_seconds,
     workspace_bytes,
 )
 from megatron_aro.sharding.geometry import Layout, Part, parts
@@ -335,7 +336,8 @@ def _grid(
                     replicated = parameter.layout.axis is None
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
     at_most = functools.partial(batch_limit, workspace=run.workspace)
-    plan = make_plan(sharded, tp, dp, run.seconds, loads, at_most)
+    turning = turning_seconds((matrix.shape for matrix in columns), run.column_rates)
+    plan = make_plan(sharded, tp, dp, run.seconds, loads, at_most, turning)
     held_by = [list(accumulate(changes[aro]))[:dp] for aro in (True, False)]
     figures = [
         [Figures(momentum=FP32 * of_aro, adamw=rest) for of_aro, rest in zip(*held_by, strict=True)]
@@ -355,7 +357,7 @@ def _grid(
             figure.tp_received = moved.received("tensor", run.exchange_bytes)
             figure.exchange = moved.buffers(run.exchange_bytes)
     if columns:
-        add_columns(columns, plan.idlest, figures, run.column_rates)
+        add_columns(columns, plan.turner, figures, run.column_rates)
     return figures, plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_aro.sharding.columns import ByColumns, moved
-from megatron_aro.sharding.cost import FP32, Rates, rotation_bytes, step_work
+from megatron_aro.sharding.cost import FP32, Rates, rotation_bytes, step_work, turning_seconds
 from megatron_aro.sharding.plan import Position
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_columns(
                 if (t, d) == owner:
                     figure.matrices += 1
                     flops += work.factors
-                    took += rates.batch + rates.column * work.columns + work.factors / rates.factors
+                    took += turning_seconds([(m, n)], rates)
                 figure.flops += flops
                 figure.milliseconds += 1e3 * took
                 figure.rotation += rotation

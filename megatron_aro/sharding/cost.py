@@ -8,6 +8,7 @@ Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). (What `rotation.in_fra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -126,6 +127,14 @@ def _each(work: Work, rates: Rates) -> float:
         work.products / rates.products
         + work.factors / rates.factors
         + work.elements * rates.element
+    )
+
+
+def turning_seconds(shapes: Iterable[tuple[int, int]], rates: Rates) -> float:
+    """Predicted seconds of orthonormalising what is stepped by columns, of shapes (m, n)."""
+    works = [step_work(m, n) for m, n in shapes]
+    return sum(
+        rates.batch + rates.column * work.columns + work.factors / rates.factors for work in works
     )
 
 

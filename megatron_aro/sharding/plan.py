@@ -18,7 +18,7 @@ import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -156,6 +156,7 @@ class Plan:
         owners: of each matrix.
         batches: of all owners, every matrix in one; those of a chunk travel together.
         loads: predicted cost of each position, [tp][dp], in the cost function's unit.
+        turner: who turns the rotations of what is stepped by columns (full-model mode).
     """
 
     tp: int
@@ -164,6 +165,7 @@ class Plan:
     owners: tuple[Position, ...]
     batches: tuple[Batch, ...]
     loads: tuple[tuple[float, ...], ...]
+    turner: Position = (0, 0)
 
     @cached_property
     def chunks(self) -> int:
@@ -174,12 +176,6 @@ class Plan:
         """Of each matrix."""
         chunks = {i: batch.chunk for batch in self.batches for i in batch.members}
         return [chunks[i] for i in range(len(self.sharded))]
-
-    @property
-    def idlest(self) -> Position:
-        """Who has least to do: it turns the rotations of what is stepped by columns."""
-        loads = ((load, (t, d)) for t, row in enumerate(self.loads) for d, load in enumerate(row))
-        return min(loads)[1]
 
     def owned(self, position: Position) -> list[int]:
         """Indices of the matrices that a position steps."""
@@ -221,7 +217,7 @@ class Plan:
     def digest(self) -> str:
         """A hash that agrees between ranks exactly if their plans do."""
         return hashlib.sha256(
-            repr((self.tp, self.dp, self.sharded, self.owners, self.batches)).encode()
+            repr((self.tp, self.dp, self.sharded, self.owners, self.batches, self.turner)).encode()
         ).hexdigest()
 
 
@@ -232,6 +228,7 @@ def make_plan(
     cost: Callable[[LogicalMatrix], float],
     loads: Sequence[Sequence[float]] | None = None,
     at_most: Callable[[int, int], int] | None = None,
+    turning: float = 0.0,
 ) -> Plan:
     """Choose owners so that the slowest rank has little to do, then so that little moves.
 
@@ -244,7 +241,17 @@ def make_plan(
         cost: of stepping a matrix, in any unit.
         loads: what each position [tp][dp] has to do already, in the same unit.
         at_most: how many matrices of an oriented shape (m, n) may be stepped at once; all if None.
+        turning: cost of turning the rotations of what is stepped by columns, which falls to
+            whoever would have least to do without it.
     """
+    if turning:
+        plan = make_plan(sharded, tp, dp, cost, loads, at_most)
+        t, d = turner = min(
+            ((t, d) for t in range(tp) for d in range(dp)), key=lambda p: plan.loads[p[0]][p[1]]
+        )
+        before = [list(row) for row in loads] if loads else [[0.0] * dp for _ in range(tp)]
+        before[t][d] += turning
+        return replace(make_plan(sharded, tp, dp, cost, before, at_most), turner=turner)
     loaded = [list(row) for row in loads] if loads else [[0.0] * dp for _ in range(tp)]
     owners: list[Position] = [(0, 0)] * len(sharded)
     costs = [cost(s.matrix) for s in sharded]

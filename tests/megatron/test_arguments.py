@@ -192,7 +192,8 @@ def test_each_refusal_applies_to_some_arguments_and_not_to_plain_ones(parse, ref
     assert not refusal.applies(args)
     name = refusal.flag.split()[0].strip("-").replace("-", "_")
     for value in (2, True, "full_iteration", "somewhere.yaml", "torch", "whole", "local"):
-        beside = {"save": "there", "aro_sharing": "chain"}  # what some refusals need
+        # What some refusals need.
+        beside = {"save": "there", "aro_sharing": "chain", "aro_mode": "full-model"}
         if refusal.applies(SimpleNamespace(**{**vars(args), **beside, name: value})):
             break
     else:

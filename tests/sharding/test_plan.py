@@ -306,3 +306,18 @@ def test_a_hundred_thousand_matrices_on_4096_ranks_take_seconds(replicated: bool
     assert time.process_time() - began < 20
     loads = [load for row in plan.loads for load in row]
     assert max(loads) <= 1.2 * sum(loads) / len(loads)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(grids(), st.floats(0.5, 1000.0))
+def test_turning_falls_to_who_would_have_least(grid: Grid, turning: float) -> None:
+    """And the others make room: its load holds the turning, and all together the whole work."""
+    tp, dp = grid.plan.tp, grid.plan.dp
+    alone = make_plan(grid.sharded, tp, dp, work)
+    plan = make_plan(grid.sharded, tp, dp, work, turning=turning)
+    t, d = plan.turner
+    assert alone.loads[t][d] == min(min(row) for row in alone.loads)
+    own = sum(work(plan.sharded[i].matrix) for i in plan.owned(plan.turner))
+    assert plan.loads[t][d] == pytest.approx(own + turning)
+    total = sum(work(s.matrix) for s in grid.sharded) + turning
+    assert sum(map(sum, plan.loads)) == pytest.approx(total)
