@@ -37,7 +37,7 @@ def main() -> None:
     packing = commands.add_parser("pack")
     packing.add_argument("folders", nargs="+", type=Path)
     packing.add_argument("--gpt2", type=Path, required=True)
-    packing.add_argument("--tokens", type=int, default=34_000_000, help="of each training part")
+    packing.add_argument("--tokens", type=int, default=68_000_000, help="of each training part")
     for command in (packing, commands.add_parser("unpack")):
         command.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
