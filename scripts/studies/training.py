@@ -162,22 +162,31 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     return {
         "flags": argv,
-        "settings": {k: v if isinstance(v, int | float) else str(v) for k, v in run.settings.items()},
+        "settings": run.settings,
         "losses": run.losses,
         "rates": run.rates,
         "times": run.times,
         "validation": run.validation,
         "parameters": runs.parameters(run),
-        "monitor": [line for line in log.read_text().splitlines() if line.startswith("    ")][-12:],
+        "objectives": objectives(log.read_text()),
         "device": torch.cuda.get_device_name() if gpu else "CPU",
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
-    }  # fmt: skip
+    }
+
+
+def objectives(log: str) -> dict[str, float]:
+    """Kind of matrix -> J over the eigen-rotation's, at the last reading of ARO's monitor."""
+    last = log.rpartition("> ARO at iteration")[2].splitlines()
+    if len(last) < 3 or "J / J eigen" not in last[1]:
+        return {}
+    rows = [line.split() for line in last[2:]]
+    return {row[0]: float(row[8]) for row in rows if len(row) == 10 and row[0] != "step"}
 
 
 def keep(path: Path, content: Any) -> None:
     """Write a whole file or none."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content))
+    part.write_text(json.dumps(content, default=str))
     os.replace(part, path)
 
 
