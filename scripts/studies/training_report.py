@@ -88,7 +88,9 @@ def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[
             speedup = comparison.points[run.name][-1].speedup
             found[run.name, baseline] = "not reached" if speedup is None else f"{speedup:.3f}"
         if figure and seed == min(r["seed"] for r in same):
-            shown = [run for run in of if run.name.split("-")[0] in ("adamw", "muon", "aro", "eigen")]
+            shown = [
+                run for run in of if run.name.split("-")[0] in ("adamw", "muon", "aro", "eigen")
+            ]
             shown = [run for run in shown if run.name.count("-") == 1]
             paths = [figure.with_suffix(".png"), figure.with_suffix(".svg")]
             figures.plot(compare.compare(shown, name), paths)
@@ -97,6 +99,7 @@ def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[
 
 def as_run(result: dict) -> runs.Run:
     """What megatron-aro compare works with."""
+
     def by_step(name: str) -> dict[int, float]:
         return {int(step): value for step, value in result[name].items()}
 
