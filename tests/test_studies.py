@@ -48,7 +48,8 @@ vocabulary: 257
 common: >-
   --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 4
   --max-position-embeddings 32 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0
-  --make-vocab-size-divisible-by 32 --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-interval 1
+  --make-vocab-size-divisible-by 32 --lr-decay-style cosine --lr-warmup-fraction 0.1
+  --log-interval 1
 steps: 20
 evaluations: 2
 eval-iters: 2

@@ -4,8 +4,8 @@
 
 A process trains one run after another, so that Megatron and Triton start once. Each finished run is
 a JSON file in FOLDER of --results; runs that are there are not repeated. No run is begun that would
-not end within --minutes. --pack FILE keeps all results in one file, rewritten after each run; a file
-that is given by --resume counts as finished on a fresh machine. Failures are results too, with the
+not end within --minutes. --pack FILE keeps all results in one file, rewritten after each run; such
+a file, given by --resume, counts as finished on a fresh machine. Failures are results too, with the
 reason; the next piece tries them again.
 """
 
