@@ -39,6 +39,9 @@ megatron-aro() {{ python -m megatron_aro.cli.main "$@"; }}
 """
 SCRIPT = re.compile(r"(?<![\w/])scripts/\w+\.sh")
 FOREIGN = {  # programs of others, and the flags of theirs that the documents name
+    "python": {
+        *("--gpt2", "--out", "--data", "--results", "--minutes", "--resume", "--pack"),
+    },  # of scripts/studies
     "torchrun": {"--nproc-per-node", "--nnodes"},
     "sbatch": {"--wait", "--nodes", "--gpus-per-node"},
     "pip": {"--no-deps", "-e"},

@@ -41,3 +41,63 @@ def test_digits(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2 * 4 * 2
     for first, last in zip(rows[::2], rows[1::2], strict=True):
         assert float(last["loss mean"]) < float(first["loss mean"])
+
+
+TABLE = """
+vocabulary: 257
+common: >-
+  --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 4
+  --max-position-embeddings 32 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0
+  --make-vocab-size-divisible-by 32 --lr-decay-style cosine --lr-warmup-fraction 0.1
+  --log-interval 1
+steps: 20
+evaluations: 2
+eval-iters: 2
+guess: 1
+rates: [1e-3, 4e-3]
+models: {tiny: --position-embedding-type rope}
+methods:
+  adamw: --optimizer adam
+  aro: --optimizer aro --aro-monitor-interval 10
+  missing: --optimizer aro --aro-no-such-flag
+runs: [[tiny, sweep missing aro, 1], [tiny, adamw aro, 2]]
+"""
+
+
+def test_training(tmp_path: Path) -> None:
+    """The runs of a table are trained, the impossible one is named, none is repeated elsewhere."""
+    (tmp_path / "table.yaml").write_text(TABLE)
+    here = Path(__file__).parent.parent
+    text = [sys.executable, "-m", "megatron_aro.cli.corpus", str(here / "megatron_aro")]
+    subprocess.run([*text, "--out", str(tmp_path / "data")], check=True, capture_output=True)
+
+    def piece(results: str) -> str:
+        command = [sys.executable, str(STUDIES / "training.py"), "--data", str(tmp_path / "data")]
+        command += ["--table", str(tmp_path / "table.yaml"), "--results", str(tmp_path / results)]
+        pack = str(tmp_path / "pack.json")
+        done = subprocess.run(
+            [*command, "--pack", pack, "--resume", pack, "--minutes", "2"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = piece("one")
+    assert "5 of 6 runs have finished" in first
+    assert "tiny-missing-seed1: ValueError: unrecognized arguments" in first
+    packed = {r["name"]: r for r in json.loads((tmp_path / "pack.json").read_text())}
+    sweep = [packed[f"tiny-adamw-{rate}-seed1"] for rate in ("0.001", "0.004")]
+    best = min(sweep, key=lambda r: r["validation"][max(r["validation"], key=int)])
+    aro = packed["tiny-aro-seed1"]
+    assert aro["rate"] == best["rate"] and len(aro["losses"]) == 20 and aro["objectives"]
+    assert aro["losses"]["1"] == pytest.approx(best["losses"]["1"], abs=1e-5)  # same start and data
+    # A fresh machine has the packed results alone.
+    again = piece("two")
+    assert "5 of 6 runs have finished" in again and "tiny-aro-seed1 " not in again
+
+    report = [sys.executable, str(STUDIES / "training_report.py"), str(tmp_path / "pack.json")]
+    subprocess.run([*report, "--out", str(tmp_path / "report")], check=True, capture_output=True)
+    assert "ARO is ahead of AdamW" in (tmp_path / "report" / "README.md").read_text()
+    assert (tmp_path / "report" / "tiny.png").stat().st_size > 10_000
+    assert (tmp_path / "report" / "results.csv").stat().st_size

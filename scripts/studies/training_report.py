@@ -1,0 +1,169 @@
+"""Table, curves and README of the training study, from the results that came back.
+
+    python scripts/studies/training_report.py RESULTS.json... --out docs/results/DATE-training
+
+Speed-ups are those of `megatron-aro compare`, over AdamW and over Muon at the same learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from training import last_validation
+
+from megatron_aro.cli import compare, figures, runs
+
+# (finding of the paper, [(better, worse)...]): methods whose validation losses decide.
+FINDINGS = (
+    ("ARO is ahead of AdamW", [("aro", "adamw")]),
+    ("ARO is ahead of Muon", [("aro", "muon")]),
+    ("ARO over eigen over none", [("aro", "eigen"), ("eigen", "none")]),
+    ("Rotation matters more than projection: the worst rotated f is ahead of the best without",
+     [(f"aro{f}", f"none{g}") for f in ("", "-sign", "-rownorm", "-adam")
+      for g in ("", "-sign", "-rownorm", "-adam")]),
+    ("ARO-Sinkhorn is the best of the projections",
+     [("aro", f"aro-{f}") for f in ("sign", "rownorm", "adam")]),
+    ("Full-model mode is at least as good as hybrid", [("aro-full", "aro")]),
+    ("One pass of Cholesky QR costs quality, the second recovers it", [("aro", "aro-scqr")]),
+    ("The residual orientation is best", [("aro", o) for o in ("min-side", "left", "right")]),
+    ("Chain sharing is best", [("chain", "aro"), ("chain", "global")]),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    found = {r["name"]: r for path in args.results for r in json.loads(path.read_text())}
+    done = [r for r in found.values() if "failed" not in r]
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = ["# The training study", ""]
+    rows = []
+    for model in dict.fromkeys(r["model"] for r in done):
+        of = [r for r in done if r["model"] == model]
+        text += [f"## {model}", "", *sweep(of)]
+        swept = [r for r in of if r["method"] == "adamw" and r["seed"] == 1]
+        base = min(swept, key=last_validation)
+        same = [r for r in of if r["rate"] == base["rate"]]
+        speedups = against(same, "adamw", args.out / model) | against(same, "muon", None)
+        lines, more = table(model, same, speedups)
+        rows += more
+        text += [*lines, "", f"![Curves]({model}.png)", "", *findings(same), ""]
+    failures = [f"- {r['name']}: {r['failed']}" for r in found.values() if "failed" in r]
+    text += ["## Not trained", "", *(failures or ["Nothing."]), ""]
+    (args.out / "README.md").write_text("\n".join(text))
+    with (args.out / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(args.out / "README.md")
+
+
+def sweep(of: list[dict]) -> list[str]:
+    """AdamW's validation losses by rate, and whether the best is inside the sweep."""
+    swept = sorted((r for r in of if r["method"] == "adamw" and r["seed"] == 1),
+                   key=lambda r: r["rate"])  # fmt: skip
+    rates = [r["rate"] for r in swept]
+    best = min(swept, key=last_validation)["rate"]
+    said = ", ".join(f"{r['rate']:g}: {last_validation(r):.4f}" for r in swept)
+    edge = " **This is the edge of the sweep.**" if best in (rates[0], rates[-1]) else ""
+    return [f"AdamW by learning rate: {said}. The best, {best:g}, is everybody's.{edge}", ""]
+
+
+def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[str, str], str]:
+    """(run, baseline) -> speed-up in steps at the end, each seed against the baseline's own."""
+    found = {}
+    for seed in sorted({r["seed"] for r in same}):
+        of = [as_run(r) for r in same if r["seed"] == seed]
+        name = f"{baseline}-{seed}"
+        if all(run.name != name for run in of):
+            continue
+        comparison = compare.compare(of, name)
+        for run in comparison.runs:
+            speedup = comparison.points[run.name][-1].speedup
+            found[run.name, baseline] = "not reached" if speedup is None else f"{speedup:.3f}"
+        if figure and seed == min(r["seed"] for r in same):
+            shown = [
+                run for run in of if run.name.split("-")[0] in ("adamw", "muon", "aro", "eigen")
+            ]
+            shown = [run for run in shown if run.name.count("-") == 1]
+            paths = [figure.with_suffix(".png"), figure.with_suffix(".svg")]
+            figures.plot(compare.compare(shown, name), paths)
+    return found
+
+
+def as_run(result: dict) -> runs.Run:
+    """What megatron-aro compare works with."""
+
+    def by_step(name: str) -> dict[int, float]:
+        return {int(step): value for step, value in result[name].items()}
+
+    return runs.Run(
+        name=f"{result['method']}-{result['seed']}",
+        path=Path(result["name"]),
+        settings=result["settings"],
+        **{name: by_step(name) for name in ("losses", "rates", "times", "validation")},
+    )
+
+
+def table(model: str, same: list[dict], speedups: dict) -> tuple[list[str], list[dict]]:
+    rows = []
+    for r in sorted(same, key=last_validation):
+        key = f"{r['method']}-{r['seed']}"
+        rows.append({
+            "model": model, "method": r["method"], "seed": r["seed"], "rate": r["rate"],
+            "validation": f"{last_validation(r):.4f}",
+            "over AdamW": speedups.get((key, "adamw"), "-"),
+            "over Muon": speedups.get((key, "muon"), "-"),
+            "seconds": r["seconds"], "device": r["device"],
+        })  # fmt: skip
+    names = list(rows[0])[1:]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return lines + ["| " + " | ".join(str(row[n]) for n in names) + " |" for row in rows], rows
+
+
+def findings(same: list[dict]) -> list[str]:
+    """Each finding against the means over seeds; within the seeds' spread nothing is decided."""
+    losses = defaultdict(list)
+    for r in same:
+        losses[r["method"]].append(last_validation(r))
+    mean = {method: sum(of) / len(of) for method, of in losses.items()}
+    spreads = [max(of) - min(of) for of in losses.values() if len(of) > 1]
+    noise = max(spreads, default=None)
+    said = "not measured" if noise is None else f"{noise:.4f}"
+    lines = [f"Largest spread of two seeds: {said}.", "", "| finding | here | differences |",
+             "|---|---|---|"]  # fmt: skip
+    for what, pairs in FINDINGS:
+        gaps = [mean[b] - mean[a] for a, b in pairs if a in mean and b in mean]
+        if len(gaps) < len(pairs):
+            verdict = "not testable: runs are missing"
+        elif noise is None:
+            verdict = "undecided: no second seed"
+        elif min(gaps) < -noise:
+            verdict = "not reproduced"
+        else:
+            verdict = "reproduced" if min(gaps) > noise else "undecided: within the seeds' spread"
+        lines.append(f"| {what} | {verdict} | {', '.join(f'{gap:+.4f}' for gap in gaps)} |")
+    muon = "| Muon diverges in full-model mode | not testable: Megatron's Muon has no such mode | |"
+    return [*lines, muon, objectives(same)]
+
+
+def objectives(same: list[dict]) -> str:
+    """J of ARO over the eigen-rotation's, of each kind of matrix at the last reading."""
+    what = "J of ARO is above eigen's for most parameters"
+    measured = [r["objectives"] for r in same if r["method"] == "aro" and r.get("objectives")]
+    if not measured:
+        return f"| {what} | not testable: no reading | |"
+    above = sum(ratio > 1 for ratio in measured[0].values())
+    verdict = "reproduced" if above > len(measured[0]) / 2 else "not reproduced"
+    ratios = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in measured[0].items())
+    return f"| {what} | {verdict}: {above} of {len(measured[0])} kinds | {ratios} |"
+
+
+if __name__ == "__main__":
+    main()
