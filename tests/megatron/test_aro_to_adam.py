@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from aro_runs import ARO as _ARO
-from aro_runs import DISTRIBUTED, GATED, MOE
+from aro_runs import DISTRIBUTED, GATED, MOE, train_frozen
 from logical_state import logical, train_watched
 from pool import Pool
 from runs import TINY
@@ -157,6 +157,8 @@ def test_what_cannot_be_taken_over_is_refused(pool: Pool, tmp_path: Path) -> Non
     save(pool, pieces, 2, [*argv, *DISTRIBUTED])
     save(pool, whole, 1, argv)
     save(pool, torch_, 1, [*argv, "--ckpt-format", "torch"])
+    frozen = ["--save", str(tmp_path / "frozen"), "--save-interval", "3"]
+    pool.run(1, train_frozen, [*argv, "--train-iters", "3", *frozen], "linear_fc1")
     adam = [*ADAM, *GATED]
     sgd = ["sgd" if flag == "adam" else flag for flag in adam]
     muon = ["muon" if flag == "adam" else flag for flag in adam]
@@ -165,7 +167,14 @@ def test_what_cannot_be_taken_over_is_refused(pool: Pool, tmp_path: Path) -> Non
         (whole, 1, [*sgd, *MOMENTUM], "go on with its optimizer or with AdamW, or take its weight"),
         (whole, 1, [*muon, *MOMENTUM], "go on with its optimizer or with AdamW, or take its weigh"),
         (whole, 1, [*adam, *MOMENTUM, "--fp16"], "--aro-init-exp-avg does not work with --fp16"),
+        (whole, 1, [*adam, *MOMENTUM, "--no-save-optim"], "does not work with --no-save-optim"),
         (whole, 1, [*adam, *MOMENTUM, *BF16], "The checkpoint's run had --bf16 off"),
+        (
+            tmp_path / "frozen",
+            1,
+            [*adam, *MOMENTUM],
+            "has no exp_avg of decoder.layers.mlp.linear_f",
+        ),
         (pieces, 2, [*adam, *MOMENTUM, *DISTRIBUTED], "--dist-ckpt-optim-fully-reshardable"),
         (torch_, 1, [*adam, *MOMENTUM, "--ckpt-format", "torch"], "of format torch take the weig"),
     ):
