@@ -9,7 +9,9 @@ from typing import Any
 from megatron_aro.config import AROConfig, flag, settings
 
 NAME = "aro"
-# What ARO starts from where a checkpoint does not have it; refused as long as nobody says it.
+ADAM = "adam"  # Megatron's AdamW
+_BACK = "init_exp_avg"
+# What is started from where a checkpoint does not have it; refused as long as nobody says it.
 INIT = {
     "init_momentum": (
         ("exp_avg", "zero"),
@@ -20,6 +22,11 @@ INIT = {
         ("identity", "qr"),
         "What rotations start from when the checkpoint has none, or has them of other settings: "
         "the identity, or three sweeps of orthonormalisation on the momenta.",
+    ),
+    _BACK: (
+        ("momentum", "zero"),
+        "With --optimizer adam: what AdamW's exp_avg starts from when the checkpoint is ARO's: its "
+        "momentum, or zero. exp_avg_sq starts from the momentum's mean squares.",
     ),
 }
 
@@ -58,13 +65,19 @@ def aro_config(args: argparse.Namespace) -> AROConfig:
 
 
 def ineffective_flags(args: argparse.Namespace) -> list[str]:
-    """ARO flags that were changed although another optimizer is chosen."""
-    if args.optimizer == NAME:
-        return []
-    changed = [
-        f.name
-        for f in settings()
-        # Logging is set alike for runs that are compared.
-        if f.name != "monitor_interval" and getattr(args, f"aro_{f.name}") != f.default
+    """Sentences about flags that were given although another optimizer is chosen."""
+    given = [n for n in INIT if getattr(args, f"aro_{n}")]
+    without_adam = [n for n in given if n == _BACK and args.optimizer != ADAM]
+    without_aro = []
+    if args.optimizer != NAME:
+        without_aro = [
+            f.name
+            for f in settings()
+            # Logging is set alike for runs that are compared.
+            if f.name != "monitor_interval" and getattr(args, f"aro_{f.name}") != f.default
+        ] + [n for n in given if n != _BACK]
+    return [
+        f"{flag(name)} has no effect without --optimizer {needed}."
+        for names, needed in ((without_aro, NAME), (without_adam, ADAM))
+        for name in names
     ]
-    return [flag(n) for n in (*changed, *(n for n in INIT if getattr(args, f"aro_{n}")))]

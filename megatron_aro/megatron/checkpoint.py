@@ -141,11 +141,11 @@ def sharded_state(
             add_prefix_for_sharding(own, f"{name}.")
             state[name] = own
         else:
-            step, state[name] = _common_form(wrapped, own)
+            step, state[name] = common_form(wrapped, own)
             state[_STEP] = max(state[_STEP], step)
             if source is not None:
                 is_aro = isinstance(wrapped.optimizer, MatrixOptimizer)
-                missing += _ask_for(state[name], source, is_aro)
+                missing += ask_for(state[name], source, is_aro)
     if source is not None and source.keys is not None:
         _print_missing(missing)
     if source is not None and source.rotation is not None:
@@ -186,7 +186,7 @@ def load(
     step = _find_step(loaded) if in_model_space else 0
     for wrapped in chain:
         state = loaded.get(name_of(wrapped), {})  # without parameters on this rank it is empty
-        wrapped.load_state_dict(_wrappers_form(wrapped, state, step) if in_model_space else state)
+        wrapped.load_state_dict(wrappers_form(wrapped, state, step) if in_model_space else state)
     if rotation == "qr":
         _aro(chain)[0].align_rotations()  # of all that step together
 
@@ -226,7 +226,7 @@ def read_matrices(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, dict[int, Any]]:
+def common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, dict[int, Any]]:
     """(Adam's steps, tensors) of a wrapper's sharded state."""
     inner = own if isinstance(wrapped, FP32Optimizer) else own["optimizer"]
     groups = inner["param_groups"]
@@ -242,8 +242,8 @@ def _common_form(wrapped: MegatronOptimizer, own: dict[str, Any]) -> tuple[int, 
     return int(tensors.pop("common_step", in_groups)), tensors
 
 
-def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: int) -> dict:
-    """Inverse of `_common_form`, on what was loaded."""
+def wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: int) -> dict:
+    """Inverse of `common_form`, on what was loaded."""
     tensors = defaultdict(dict, tensors)
     groups = wrapped.optimizer.state_dict()["param_groups"]
     is_distributed = isinstance(wrapped, DistributedOptimizer)
@@ -272,11 +272,11 @@ def _wrappers_form(wrapped: MegatronOptimizer, tensors: dict[Any, Any], step: in
     return {"optimizer": native, "fp32_from_fp16_params": mains}
 
 
-def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -> list[str]:
+def ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -> list[str]:
     """Ask for tensors by their names in the checkpoint, and for none that it does not have.
 
     Returns:
-        what starts from zero because the checkpoint does not have it.
+        what the checkpoint does not have, as "kind of key".
     """
     missing = []
     for of_parameter in tensors.values():
@@ -300,10 +300,15 @@ def _ask_for(tensors: dict[int, dict[str, Any]], source: Source, is_aro: bool) -
     return missing
 
 
-def _print_missing(of_this_rank: list[str]) -> None:
+def on_all_ranks(names: list[str]) -> list[str]:
+    """The names of all ranks, each once, sorted."""
     of_all: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_all, of_this_rank)
-    names = sorted({name for names in of_all for name in names})
+    dist.all_gather_object(of_all, names)
+    return sorted({name for names in of_all for name in names})
+
+
+def _print_missing(of_this_rank: list[str]) -> None:
+    names = on_all_ranks(of_this_rank)
     if names:
         print_rank_0(f"ARO: not in the checkpoint, from zero: {', '.join(names)}")
 

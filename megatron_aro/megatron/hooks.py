@@ -29,9 +29,9 @@ def _add_megatron_arguments(original: Original, parser: Any) -> Any:
 def _validate_args(original: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
     # First: Megatron's own assertions often have no text.
     support.check_numbers(args)
+    for sentence in arguments.ineffective_flags(args):
+        warnings.warn(sentence, stacklevel=2)
     if args.optimizer != arguments.NAME:
-        for name in arguments.ineffective_flags(args):
-            warnings.warn(f"{name} has no effect without --optimizer aro.", stacklevel=2)
         return original(args, *rest, **kwargs)
     support.check_arguments(args)
     args.optimizer = "adam"
@@ -68,9 +68,14 @@ def _load_base_checkpoint(
     validated = global_vars._GLOBAL_ARGS is not None
     if validated and state is not None and state.get("args") is not None:
         support.check_checkpoint(args, state)
-        if args.optimizer != arguments.NAME or args.finetune or args.no_load_optim:
+        if args.finetune or args.no_load_optim:
             return loaded
-        if kwargs.get("rank0"):
+        if args.optimizer != arguments.NAME:
+            if kwargs.get("rank0") and state["args"].optimizer == arguments.NAME:
+                from megatron_aro.megatron import to_adam
+
+                to_adam.describe(state, args, name)
+        elif kwargs.get("rank0"):
             checkpoint.describe(state, args, name)
         elif Path(name).is_file():  # of format torch, below the folder of the iteration
             read = functools.partial(checkpoint.read_matrices, Path(name).parent.parent)
@@ -79,6 +84,20 @@ def _load_base_checkpoint(
                 lambda: read(size), load_dir, args
             )
     return loaded
+
+
+def _load_checkpoint(
+    original: Original, ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    from megatron.training import get_args
+
+    args = get_args()
+    exp_avg = getattr(args, "aro_init_exp_avg", None)
+    if optimizer is not None and args.optimizer == arguments.ADAM and exp_avg:
+        from megatron_aro.megatron import to_adam
+
+        optimizer = to_adam.Loader(optimizer, exp_avg)
+    return original(ddp_model, optimizer, *rest, **kwargs)
 
 
 def _save_checkpoint(
@@ -204,6 +223,14 @@ HOOKS = (
         "It knows the arguments of the run that saved before anything is loaded; what is not this "
         "run's optimizer state fails much later, with a list of missing keys, or not at all. What "
         "it cannot read ends in a traceback a rank, or in exit status 0.",
+    ),
+    Hook(
+        "megatron.training.training",
+        "load_checkpoint",
+        "ddp_model optimizer ...",
+        _load_checkpoint,
+        "Only with --aro-init-exp-avg, by which AdamW takes over ARO's checkpoint: what to ask "
+        "for, and second moments that are not in it, are decided around AdamW's own loading.",
     ),
     Hook(
         "megatron.training.training",

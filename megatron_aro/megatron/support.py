@@ -284,7 +284,7 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
     saved = state["args"]
     if args.finetune or args.no_load_optim:
         return
-    if saved.no_save_optim and args.optimizer == arguments.NAME:
+    if saved.no_save_optim and arguments.NAME in (args.optimizer, saved.optimizer):
         raise RefusedError(
             "The checkpoint was saved with --no-save-optim and has no optimizer state: take its "
             "weights with --no-load-optim."
@@ -327,7 +327,7 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
 
 def changed_settings(args: argparse.Namespace, saved: argparse.Namespace) -> list[str]:
     """The settings that decide what a rotation is of, as "flag from this to that"."""
-    if saved.optimizer != arguments.NAME:
+    if not saved.optimizer == args.optimizer == arguments.NAME:
         return []
     before, now = (asdict(arguments.aro_config(x)) for x in (saved, args))
     return [
@@ -345,17 +345,23 @@ def _adamws(args: argparse.Namespace) -> str:
 def _check_change(
     args: argparse.Namespace, saved: argparse.Namespace, metadata: dict[str, Any] | None
 ) -> None:
-    """From another optimizer's state to ARO's only as the flags say it, and never back."""
+    """From AdamW's or Muon's state to ARO's, and back to AdamW's, only as the flags say it."""
     change = f"The checkpoint's optimizer is {saved.optimizer}, this run's is {args.optimizer}: "
-    if args.optimizer != arguments.NAME:
+    if args.optimizer not in (arguments.NAME, arguments.ADAM):
         raise RefusedError(
-            change + "go on with its optimizer, or take its weights alone with --no-load-optim."
+            change + "go on with its optimizer or with AdamW, or take its weights alone with "
+            "--no-load-optim."
         )
     if metadata is None:
         raise RefusedError(
             change + "of a checkpoint of format torch take the weights alone with --no-load-optim."
         )
-    if not (args.aro_init_momentum and args.aro_init_rotation):
+    if args.optimizer == arguments.ADAM and not args.aro_init_exp_avg:
+        raise RefusedError(
+            change + "say what AdamW starts from, --aro-init-exp-avg momentum (or zero), or take "
+            "its weights alone with --no-load-optim."
+        )
+    if args.optimizer == arguments.NAME and not (args.aro_init_momentum and args.aro_init_rotation):
         raise RefusedError(
             change + "say what ARO starts from, --aro-init-momentum exp_avg (or zero) and "
             "--aro-init-rotation identity (or qr), or take its weights alone with --no-load-optim."

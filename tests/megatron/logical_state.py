@@ -61,7 +61,7 @@ def pieces(model: list, optimizer: Any) -> dict[str, Any]:
                     for key, value in state.items()
                 }
     matrices = {}
-    for of in optimizer.matrices:
+    for of in getattr(optimizer, "matrices", ()):  # AdamW alone has none
         matrices |= {name: tensor.clone().cpu() for name, tensor in of.rotation_state().items()}
     return {"parameters": found, "names": names, "matrices": matrices}
 

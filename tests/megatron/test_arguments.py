@@ -115,6 +115,19 @@ def test_settings_without_effect_are_named(parse):
         parse("--aro-qr", "qr", optimizer="adam")
 
 
+def test_starts_without_effect_are_named(parse, recwarn):
+    """Each start of a change of optimizer is for the optimizer that the change goes to."""
+    starts = ["--aro-init-momentum", "zero", "--aro-init-exp-avg", "zero"]
+    for optimizer, without in (("adam", "momentum"), ("aro", "exp-avg"), ("sgd", "")):
+        parse("--optimizer", optimizer, *starts)
+        said = [str(w.message) for w in recwarn if "has no effect" in str(w.message)]
+        recwarn.clear()
+        assert len(said) == (1 if without else 2)
+        assert without in said[0]
+    assert said[0].startswith("--aro-init-momentum has no effect without --optimizer aro")
+    assert said[1].startswith("--aro-init-exp-avg has no effect without --optimizer adam")
+
+
 def test_compared_runs_may_share_the_monitors_flag(parse, recwarn):
     """configs/logging.yaml has it for every optimizer, and there is nothing to warn of."""
     parse("--aro-monitor-interval", "100", optimizer="adam")
