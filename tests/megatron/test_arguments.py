@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -115,13 +116,14 @@ def test_settings_without_effect_are_named(parse):
         parse("--aro-qr", "qr", optimizer="adam")
 
 
-def test_starts_without_effect_are_named(parse, recwarn):
+def test_starts_without_effect_are_named(parse):
     """Each start of a change of optimizer is for the optimizer that the change goes to."""
     starts = ["--aro-init-momentum", "zero", "--aro-init-exp-avg", "zero"]
     for optimizer, without in (("adam", "momentum"), ("aro", "exp-avg"), ("sgd", "")):
-        parse("--optimizer", optimizer, *starts)
-        said = [str(w.message) for w in recwarn if "has no effect" in str(w.message)]
-        recwarn.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parse("--optimizer", optimizer, *starts)
+        said = [str(w.message) for w in caught if "has no effect" in str(w.message)]
         assert len(said) == (1 if without else 2)
         assert without in said[0]
     assert said[0].startswith("--aro-init-momentum has no effect without --optimizer aro")

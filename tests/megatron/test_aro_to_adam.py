@@ -157,6 +157,8 @@ def test_what_cannot_be_taken_over_is_refused(pool: Pool, tmp_path: Path) -> Non
     save(pool, pieces, 2, [*argv, *DISTRIBUTED])
     save(pool, whole, 1, argv)
     save(pool, torch_, 1, [*argv, "--ckpt-format", "torch"])
+    everything = tmp_path / "everything"
+    save(pool, everything, 1, [*argv, "--aro-mode", "full-model"])
     frozen = ["--save", str(tmp_path / "frozen"), "--save-interval", "3"]
     pool.run(1, train_frozen, [*argv, "--train-iters", "3", *frozen], "linear_fc1")
     adam = [*ADAM, *GATED]
@@ -175,6 +177,7 @@ def test_what_cannot_be_taken_over_is_refused(pool: Pool, tmp_path: Path) -> Non
             [*adam, *MOMENTUM],
             "has no exp_avg of decoder.layers.mlp.linear_f",
         ),
+        (everything, 1, [*adam, *MOMENTUM], "does not take checkpoints of --aro-mode full-model"),
         (pieces, 2, [*adam, *MOMENTUM, *DISTRIBUTED], "--dist-ckpt-optim-fully-reshardable"),
         (torch_, 1, [*adam, *MOMENTUM, "--ckpt-format", "torch"], "of format torch take the weig"),
     ):
