@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_aro.config import AROConfig
+from megatron_aro.config import ADAMW, AROConfig, flag
 from megatron_aro.megatron.matrices import Placement, rule_name, would_be_aros
-from megatron_aro.megatron.names import trainable_parameters
+from megatron_aro.megatron.names import group_name, trainable_parameters
 from megatron_aro.sharding.rules import check_used, unused
 
 # Parameter groups by (ARO's, experts').
@@ -21,22 +21,37 @@ Placed = list[tuple[torch.nn.Parameter, Placement]]
 
 
 def exceptions(placements: dict[bool, Placed], aro: AROConfig) -> None:
-    """An exception by name must fit something, on whichever rank.
+    """An exception by name must fit something, on whichever rank, and not divide layers.
+
+    A checkpoint has one tensor for the second moments of all layers and experts of a name, of
+    which none may be missing: Megatron would fail in the first save.
 
     Raises:
         ValueError: on all ranks.
     """
     if not aro.exceptions:
         return
-    mine = (
-        (rule_name(placement.name, parameter), placement.matrices)
+    mine = [
+        (rule_name(placement.name, parameter), placement)
         for of in placements.values()
         for parameter, placement in of
         if would_be_aros(placement.name, parameter, aro)
-    )
-    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, unused(aro, mine))
-    check_used({p: rule for p, rule in everyone[0].items() if all(p in of for of in everyone)})
+    ]
+    not_used = unused(aro, ((name, placement.matrices) for name, placement in mine))
+    by = {(group_name(name), placement.by == ADAMW) for name, placement in mine}
+    everyone: list[tuple[dict[str, str], set[tuple[str, bool]]]] = [({}, set())]
+    everyone *= dist.get_world_size()
+    dist.all_gather_object(everyone, (not_used, by))
+    patterns = [patterns for patterns, _ in everyone]
+    check_used({p: r for p, r in patterns[0].items() if all(p in of for of in patterns)})
+    kinds = Counter(name for name, _ in set().union(*(of_rank for _, of_rank in everyone)))
+    divided = sorted(name for name, count in kinds.items() if count > 1)
+    if divided:
+        raise ValueError(
+            f"{flag('override')} sends {divided[0]} to AdamW in some layers or experts and not in "
+            "others, which checkpoints cannot hold: let the pattern fit all of them, with * for "
+            "their numbers."
+        )
 
 
 def some_matrix(groups: Groups, model_parallel: dist.ProcessGroup) -> None:
