@@ -96,3 +96,13 @@ def test_what_cannot_be_planned_is_one_sentence(words: list[str], message: str) 
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_reader_that_has_enough_ends_it_quietly() -> None:
+    """`| head` closes the pipe: no traceback."""
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_aro.cli.main", "plan"]
+    command += ["--world-size", "8", "--tp", "4", "--", *QWEN]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert "Traceback" not in child.stderr.read() and child.wait(timeout=200) == 141

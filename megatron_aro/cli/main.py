@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # | head has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 141
     except (ValueError, AssertionError) as error:  # Megatron's checks are assertions
         print(f"error: {' '.join(str(error).split()) or repr(error)}", file=sys.stderr)
         return 2
