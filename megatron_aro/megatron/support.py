@@ -282,12 +282,13 @@ def check_checkpoint(args: argparse.Namespace, state: dict[str, Any]) -> None:
         RefusedError: before any weight changes.
     """
     saved = state["args"]
+    bare = saved.no_save_optim or args.no_save_optim
     if args.finetune or args.no_load_optim:
         return
-    if saved.no_save_optim and arguments.NAME in (args.optimizer, saved.optimizer):
+    if bare and arguments.NAME in (args.optimizer, saved.optimizer):
         raise RefusedError(
-            "The checkpoint was saved with --no-save-optim and has no optimizer state: take its "
-            "weights with --no-load-optim."
+            "One of the two runs has --no-save-optim, with which Megatron neither saves nor loads "
+            "optimizer state: drop it, or take the weights alone with --no-load-optim."
         )
     if saved.no_save_optim or arguments.NAME not in (args.optimizer, saved.optimizer):
         return
@@ -395,6 +396,5 @@ def _check_layout(
     if moved:
         raise RefusedError(
             f"The checkpoint was saved with another layout, {', '.join(moved)}, and {reason}: "
-            f"resume it as it was saved and save with {way_out}, or take its weights alone with "
-            "--no-load-optim."
+            f"resume it as it was and save with {way_out}, or take its weights by --no-load-optim."
         )

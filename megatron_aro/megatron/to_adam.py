@@ -75,11 +75,6 @@ def describe(state: dict[str, Any], args: argparse.Namespace, folder: str) -> No
             f"{FLAG} does not take checkpoints of --aro-mode full-model, whose vocabularies and "
             "vectors have no second moments either: take the weights alone with --no-load-optim."
         )
-    if args.no_save_optim:
-        raise support.RefusedError(
-            f"{FLAG} does not work with --no-save-optim, with which Megatron does not ask for the "
-            "optimizer's state: take the weights alone with --no-load-optim."
-        )
     metadata.setdefault(checkpoint.SHARDING, checkpoint.MODEL_SPACE)  # replicated: it has no type
     if metadata[checkpoint.SHARDING] == checkpoint.BUCKET_SPACE:
         raise support.RefusedError(

@@ -169,6 +169,10 @@ def test_flags_about_what_is_loaded_work_as_for_adam(
     assert pool.train(2, [*run, *bare, "--train-iters", "2"])[0].exit_status == 0
     found = inspect(tmp_path / "bare")["bytes"]
     assert found.keys() == {"weights"}
+    # Megatron does not ask for the optimizer's state then, adam's neither.
+    refused = pool.train(2, [*run, *load, "4", "--no-save-optim"])[0]
+    assert refused.exit_status == 2 and not refused.losses
+    assert "has --no-save-optim, with which" in refused.stderr or optimizer == "adam"
     more = ["--load", str(tmp_path / "bare"), "--override-opt-param-scheduler"]
     refused = pool.train(2, [*run, *more])[0]
     assert refused.exit_status == 2

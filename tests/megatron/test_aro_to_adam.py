@@ -169,7 +169,7 @@ def test_what_cannot_be_taken_over_is_refused(pool: Pool, tmp_path: Path) -> Non
         (whole, 1, [*sgd, *MOMENTUM], "go on with its optimizer or with AdamW, or take its weight"),
         (whole, 1, [*muon, *MOMENTUM], "go on with its optimizer or with AdamW, or take its weigh"),
         (whole, 1, [*adam, *MOMENTUM, "--fp16"], "--aro-init-exp-avg does not work with --fp16"),
-        (whole, 1, [*adam, *MOMENTUM, "--no-save-optim"], "does not work with --no-save-optim"),
+        (whole, 1, [*adam, *MOMENTUM, "--no-save-optim"], "has --no-save-optim, with which"),
         (whole, 1, [*adam, *MOMENTUM, *BF16], "The checkpoint's run had --bf16 off"),
         (
             tmp_path / "frozen",
