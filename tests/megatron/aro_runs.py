@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -272,3 +274,26 @@ def predicted_memory(optimizer: Any) -> dict[str, int]:
             default=0,
         ),
     }
+
+
+def check_resumes(pool: Any, folder: Path, world_size: int, argv: list[str]) -> None:
+    """Six iterations straight, and three after a checkpoint of three: losses, weights, state.
+
+    All bit for bit.
+
+    Args:
+        pool: of `pool`; folder: empty; argv: of a run of six iterations.
+    """
+    save = ["--save", str(folder), "--save-interval", "3"]
+    straight = pool.train(world_size, [*argv, *save], inspect=optimizer_state)
+    assert {p.name for p in folder.glob("iter_*")} == {"iter_0000003", "iter_0000006"}
+    shutil.rmtree(folder / "iter_0000006")
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+
+    load = ["--load", str(folder)]
+    resumed = pool.train(world_size, [*argv, *load], inspect=optimizer_state)
+    for before, after in zip(straight, resumed, strict=True):
+        assert after.exit_status == 0
+        assert after.losses == before.losses[3:]
+        assert same(after.weights, before.weights)
+        assert same(after.inspected, before.inspected)

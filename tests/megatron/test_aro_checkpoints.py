@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from aro_runs import ARO, DISTRIBUTED, GATED, MOE, optimizer_state, same
+from aro_runs import ARO, DISTRIBUTED, GATED, MOE, check_resumes
 from pool import Pool
 
 from megatron_aro.cli.inspect import inspect
@@ -73,19 +72,7 @@ def test_a_resumed_run_is_bit_identical(
     pool: Pool, tmp_path: Path, world_size: int, flags: list[str]
 ) -> None:
     """Weights, momenta, moments, step counts, rotations, fall-back counters after 3 + 3 steps."""
-    save = ["--save", str(tmp_path), "--save-interval", "3"]
-    straight = pool.train(world_size, [*RUN, *flags, *save], inspect=optimizer_state)
-    assert {p.name for p in tmp_path.glob("iter_*")} == {"iter_0000003", "iter_0000006"}
-    shutil.rmtree(tmp_path / "iter_0000006")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-
-    load = ["--load", str(tmp_path)]
-    resumed = pool.train(world_size, [*RUN, *flags, *load], inspect=optimizer_state)
-    for before, after in zip(straight, resumed, strict=True):
-        assert after.exit_status == 0
-        assert after.losses == before.losses[3:]
-        assert same(after.weights, before.weights)
-        assert same(after.inspected, before.inspected)
+    check_resumes(pool, tmp_path, world_size, [*RUN, *flags])
 
 
 def test_the_checkpoints_own_arguments_can_be_used(pool: Pool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from aro_runs import ARO, DISTRIBUTED, GATED, MOE, optimizer_state, same, train_recorded, whole
+from aro_runs import ARO, DISTRIBUTED, GATED, MOE, check_resumes, same, train_recorded, whole
 from logical_state import logical, train_watched
 from monitored import train_on_given_gradients, train_read
 from pool import Pool
@@ -241,16 +241,7 @@ def test_a_resumed_run_is_bit_identical(
 
     The rank that keeps a rotation reads it; those with members hear of it in the first step.
     """
-    save = ["--save", str(tmp_path), "--save-interval", "3"]
-    straight = pool.train(world_size, [*RUN, *flags, *save], inspect=optimizer_state)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    load = ["--load", str(tmp_path)]
-    resumed = pool.train(world_size, [*RUN, *flags, *load], inspect=optimizer_state)
-    for before, after in zip(straight, resumed, strict=True):
-        assert after.exit_status == 0
-        assert after.losses == before.losses[3:]
-        assert same(after.weights, before.weights)
-        assert same(after.inspected, before.inspected)
+    check_resumes(pool, tmp_path, world_size, [*RUN, *flags])
 
 
 def test_another_layout_goes_on_and_other_sharing_is_refused(pool: Pool, tmp_path: Path) -> None:
