@@ -56,3 +56,13 @@ def test_what_other_releases_the_tests_fetch_is_in_the_window():
     for name in ("megatron-core", "megatron-bridge"):
         for version in TESTED[name]:
             assert f"{name}=={version}" in script + installed
+
+
+def test_no_link_is_in_the_project():
+    """One to a machine's own files once broke every other clone."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert listed and not [line for line in listed if line.startswith("120000")]
