@@ -154,6 +154,7 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
     from megatron_aro import pretrain_gpt
     from megatron_aro.cli import runs
 
+    attend_by_torch()
     gc.collect()
     with log.open("w") as file, contextlib.redirect_stdout(file):
         pretrain_gpt.train(argv)
@@ -172,6 +173,24 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if gpu else "CPU",
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
+
+
+def attend_by_torch() -> None:
+    """Megatron's local attention by torch's kernel, which keeps no scores in memory.
+
+    Causal, no dropout, as many key as query heads: what the table's models have.
+    """
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def forward(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # from [s, b, heads, d]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=self.softmax_scale
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    DotProductAttention.forward = forward
 
 
 def objectives(log: str) -> dict[str, float]:
