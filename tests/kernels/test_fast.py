@@ -157,7 +157,15 @@ def test_rungs(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(1, 1152, 1152), (4, 512, 2048), (3, 768, 768), (4, 1024, 640), (64, 512, 128)]
+    "shape",
+    [
+        (1, 1152, 1152),
+        (4, 512, 2048),
+        (3, 768, 768),
+        (2, 1536, 1536),
+        (4, 1024, 640),
+        (64, 512, 128),
+    ],
 )
 def test_workspace(shape):
     """A step takes no more memory than `batch_limit` reckons with, and 1 MiB for vectors.
