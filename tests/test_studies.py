@@ -97,7 +97,14 @@ def test_training(tmp_path: Path) -> None:
     assert "5 of 6 runs have finished" in again and "tiny-aro-seed1 " not in again
 
     report = [sys.executable, str(STUDIES / "training_report.py"), str(tmp_path / "pack.json")]
+    log = tmp_path / "one" / "logs" / "tiny-aro-seed2.log"
+    cut = tmp_path / "tiny-cut.log"
+    cut.write_text(log.read_text().split("validation loss at iteration 20")[0])
+    report += ["--table", str(tmp_path / "table.yaml"), "--stopped", str(cut)]
     subprocess.run([*report, "--out", str(tmp_path / "report")], check=True, capture_output=True)
-    assert "ARO is ahead of AdamW" in (tmp_path / "report" / "README.md").read_text()
+    said = (tmp_path / "report" / "README.md").read_text()
+    assert "ARO is ahead of AdamW" in said and "runs, yet" not in said
+    rows = [line.split(" | ") for line in said.splitlines() if "tiny-cut (stopped)" in line]
+    assert len(rows) == 1 and rows[0][-1] == "- |" and float(rows[0][1]) > 0
     assert (tmp_path / "report" / "tiny.png").stat().st_size > 10_000
     assert (tmp_path / "report" / "results.csv").stat().st_size

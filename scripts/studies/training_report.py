@@ -13,7 +13,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from training import last_validation
+import yaml
+from training import TABLE, last_validation, planned
 
 from megatron_aro.cli import compare, figures, runs
 
@@ -37,12 +38,16 @@ FINDINGS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--stopped", nargs="*", type=Path, default=[], metavar="LOG",
+                        help="of runs that did not end, for the table of steps")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     found = {r["name"]: r for path in args.results for r in json.loads(path.read_text())}
     done = [r for r in found.values() if "failed" not in r]
     args.out.mkdir(parents=True, exist_ok=True)
-    text = ["# The training study", ""]
+    table_of_runs = yaml.safe_load(args.table.read_text())
+    text = [f"# {args.out.name}", "", *about(args.table, table_of_runs, done)]
     rows = []
     for model in dict.fromkeys(r["model"] for r in done):
         of = [r for r in done if r["model"] == model]
@@ -54,7 +59,12 @@ def main() -> None:
         lines, more = table(model, same, speedups)
         rows += more
         text += [*lines, "", f"![Curves]({model}.png)", "", *findings(same), ""]
+        text += by_step(same, [path for path in args.stopped if path.name.startswith(model)])
     failures = [f"- {r['name']}: {r['failed']}" for r in found.values() if "failed" in r]
+    runs_of_table = planned(table_of_runs)
+    missing = [run for run in runs_of_table if run.name not in found]
+    if missing:
+        failures.append(f"- {len(missing)} of the table's {len(runs_of_table)} runs, yet.")
     text += ["## Not trained", "", *(failures or ["Nothing."]), ""]
     (args.out / "README.md").write_text("\n".join(text))
     with (args.out / "results.csv").open("w", newline="") as file:
@@ -62,6 +72,22 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     print(args.out / "README.md")
+
+
+def about(path: Path, table: dict, done: list[dict]) -> list[str]:
+    """What was trained, on what."""
+    first = done[0]["settings"]
+    tokens = table["steps"] * first["global_batch_size"] * first["seq_length"]
+    models = {r["model"]: r["parameters"] for r in done}
+    counts = ", ".join(f"{model} of {of:,} parameters" for model, of in models.items())
+    devices = ", ".join(sorted({r["device"] for r in done}))
+    versions = ", ".join(f"{name} {of}" for name, of in done[0]["versions"].items())
+    return [
+        f"`scripts/studies/training.py --table {path.name}`, then `training_report.py`: {counts}, "
+        f"{table['steps']:,} steps, {tokens / 1e6:,.0f}M tokens a run, all flags in {path.name}. "
+        f"{devices}; {versions}.",
+        "",
+    ]
 
 
 def sweep(of: list[dict]) -> list[str]:
@@ -125,6 +151,19 @@ def table(model: str, same: list[dict], speedups: dict) -> tuple[list[str], list
     names = list(rows[0])[1:]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     return lines + ["| " + " | ".join(str(row[n]) for n in names) + " |" for row in rows], rows
+
+
+def by_step(same: list[dict], stopped: list[Path]) -> list[str]:
+    """Validation losses on the way, of runs that did not end too."""
+    losses = {as_run(r).name: as_run(r).validation for r in same}
+    losses |= {f"{path.stem} (stopped)": runs.read(path).validation for path in stopped}
+    steps = sorted({step for of in losses.values() for step in of})
+    lines = ["Validation loss by step:", "", f"| run | {' | '.join(map(str, steps))} |"]
+    lines.append("|" + "---|" * (len(steps) + 1))
+    for name, of in losses.items():
+        found = (f"{of[step]:.4f}" if step in of else "-" for step in steps)
+        lines.append(f"| {name} | {' | '.join(found)} |")
+    return [*lines, ""]
 
 
 def findings(same: list[dict]) -> list[str]:
