@@ -40,7 +40,7 @@ megatron-aro() {{ python -m megatron_aro.cli.main "$@"; }}
 SCRIPT = re.compile(r"(?<![\w/])scripts/\w+\.sh")
 FOREIGN = {  # programs of others, and the flags of theirs that the documents name
     "python": {
-        *("--gpt2", "--out", "--data", "--results", "--minutes", "--resume", "--pack"),
+        *("--gpt2", "--out", "--data", "--results", "--minutes", "--resume", "--pack", "--table"),
     },  # of scripts/studies
     "torchrun": {"--nproc-per-node", "--nnodes"},
     "sbatch": {"--wait", "--nodes", "--gpus-per-node"},
