@@ -96,8 +96,14 @@ def test_training(tmp_path: Path) -> None:
     again = piece("two")
     assert "5 of 6 runs have finished" in again and "tiny-aro-seed1 " not in again
 
+    # AdamW's best rate has changed since a run was made: it is made again.
+    packed["tiny-aro-seed2"]["rate"] = 1.0
+    (tmp_path / "pack.json").write_text(json.dumps(list(packed.values())))
+    other = piece("three")
+    assert "tiny-aro-seed2 " in other and "tiny-adamw-seed2 " not in other
+
     report = [sys.executable, str(STUDIES / "training_report.py"), str(tmp_path / "pack.json")]
-    log = tmp_path / "one" / "logs" / "tiny-aro-seed2.log"
+    log = tmp_path / "three" / "logs" / "tiny-aro-seed2.log"
     cut = tmp_path / "tiny-cut.log"
     cut.write_text(log.read_text().split("validation loss at iteration 20")[0])
     report += ["--table", str(tmp_path / "table.yaml"), "--stopped", str(cut)]

@@ -109,9 +109,11 @@ def claim(table: dict, args: argparse.Namespace) -> tuple[Planned, float] | None
     waits = False
     for run in planned(table):
         taken = args.results / "claims" / run.name
-        if run.name in done or taken.exists() or MARGIN * seconds(table, done, run) > left:
+        if taken.exists() or MARGIN * seconds(table, done, run) > left:
             continue
         rate = run.rate or best_rate(table, done, run.model)
+        if run.name in done and rate in (None, done[run.name]["rate"]):
+            continue
         if rate is None:
             waits = True
             continue

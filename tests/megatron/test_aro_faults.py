@@ -72,11 +72,21 @@ def test_a_damaged_torch_checkpoint_does_not_end_in_success(pool: Pool, tmp_path
     assert refused.exit_status == 2 and "cannot be loaded" in refused.stderr
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_runs_lose_no_checkpoint(pool: Pool, tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(
+    ("times", "flags"),
+    [
+        (3, []),
+        (3, ["--aro-mode", "full-model"]),
+        pytest.param(20, [], marks=pytest.mark.slow),
+        pytest.param(20, ["--aro-sharing", "chain"], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_runs_lose_no_checkpoint(
+    pool: Pool, tmp_path: Path, times: int, flags: list[str]
+) -> None:
     """SIGKILL to one rank or all, in a step or a save; what restarts ends as if never killed."""
     iterations = 2 * times + 2
-    argv = [*ARO, *GATED, *DISTRIBUTED, "--train-iters", str(iterations)]
+    argv = [*ARO, *GATED, *DISTRIBUTED, *flags, "--train-iters", str(iterations)]
     straight = pool.train(2, argv)
     argv += ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1"]
     chance = random.Random(times)

@@ -367,8 +367,18 @@ def test_a_parameter_without_optimizer_is_fatal(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("poisoned", "flags"),
-    [([0], []), ([3], [*TP2, *DISTRIBUTED]), ([0, 1], ["--bf16"]), ([0], DETACHED)],
-    ids=["one process", "one shard of one rank", "replicated bf16", "detached MTP"],
+    [
+        ([0], []),
+        ([3], [*TP2, *DISTRIBUTED]),
+        ([0, 1], ["--bf16"]),
+        ([0], DETACHED),
+        ([3], [*TP2, *DISTRIBUTED, "--aro-sharing", "chain"]),
+        ([1], [*DISTRIBUTED, "--aro-mode", "full-model"]),
+    ],
+    ids=[
+        *("one process", "one shard of one rank", "replicated bf16", "detached MTP"),
+        *("one shard of shared rotations", "full-model"),
+    ],
 )
 def test_a_nan_gradient_changes_nothing_on_any_rank(
     pool: Pool, poisoned: list[int], flags: list[str]
