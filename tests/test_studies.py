@@ -114,3 +114,23 @@ def test_training(tmp_path: Path) -> None:
     assert len(rows) == 1 and rows[0][-1] == "- |" and float(rows[0][1]) > 0
     assert (tmp_path / "report" / "tiny.png").stat().st_size > 10_000
     assert (tmp_path / "report" / "results.csv").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        ([[0.1, 0.12]], "reproduced"),
+        ([[0.1, 0.12], [0.01, 0.05]], "undecided: within the spread of seeds"),
+        ([[0.1, 0.12], [-0.2, -0.25]], "not reproduced"),
+        ([[-0.2, -0.25], []], "not reproduced"),
+        ([[0.1, 0.12], []], "not testable: runs are missing"),
+        ([[0.1]], "undecided: one seed"),
+    ],
+)
+def test_findings_are_decided_by_differences_within_seeds(
+    gaps: list[list[float]], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(STUDIES))
+    from training_report import verdict
+
+    assert verdict(gaps) == said

@@ -28,6 +28,9 @@ from typing import Any
 import yaml
 
 TABLE = Path(__file__).with_name("training.yaml")
+SETTINGS = (
+    "optimizer seed world_size global_batch_size seq_length train_iters train_samples".split()
+)
 MARGIN = 1.15  # of the time that a run is expected to take
 
 
@@ -165,7 +168,7 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     return {
         "flags": argv,
-        "settings": run.settings,
+        "settings": {name: run.settings.get(name) for name in SETTINGS},  # all: the flags
         "losses": run.losses,
         "rates": run.rates,
         "times": run.times,

@@ -167,29 +167,37 @@ def by_step(same: list[dict], stopped: list[Path]) -> list[str]:
 
 
 def findings(same: list[dict]) -> list[str]:
-    """Each finding against the means over seeds; within the seeds' spread nothing is decided."""
-    losses = defaultdict(list)
+    """Each finding by differences within a seed, whose runs share start and data.
+
+    A pair is decided where two seeds or more agree and the mean difference is beyond their spread.
+    """
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
     for r in same:
-        losses[r["method"]].append(last_validation(r))
-    mean = {method: sum(of) / len(of) for method, of in losses.items()}
-    spreads = [max(of) - min(of) for of in losses.values() if len(of) > 1]
-    noise = max(spreads, default=None)
-    said = "not measured" if noise is None else f"{noise:.4f}"
-    lines = [f"Largest spread of two seeds: {said}.", "", "| finding | here | differences |",
-             "|---|---|---|"]  # fmt: skip
+        losses[r["method"]][r["seed"]] = last_validation(r)
+    lines = ["Loss of the worse method minus loss of the better, seed by seed:", "",
+             "| finding | here | differences |", "|---|---|---|"]  # fmt: skip
     for what, pairs in FINDINGS:
-        gaps = [mean[b] - mean[a] for a, b in pairs if a in mean and b in mean]
-        if len(gaps) < len(pairs):
-            verdict = "not testable: runs are missing"
-        elif noise is None:
-            verdict = "undecided: no second seed"
-        elif min(gaps) < -noise:
-            verdict = "not reproduced"
-        else:
-            verdict = "reproduced" if min(gaps) > noise else "undecided: within the seeds' spread"
-        lines.append(f"| {what} | {verdict} | {', '.join(f'{gap:+.4f}' for gap in gaps)} |")
+        gaps = []
+        for better, worse in pairs:
+            seeds = sorted(losses[better].keys() & losses[worse].keys())
+            gaps.append([losses[worse][seed] - losses[better][seed] for seed in seeds])
+        said = [f"{w}: " + ", ".join(f"{gap:+.4f}" for gap in of)
+                for (_, w), of in zip(pairs, gaps, strict=True) if of]  # fmt: skip
+        lines.append(f"| {what} | {verdict(gaps)} | {'; '.join(said)} |")
     muon = "| Muon diverges in full-model mode | not testable: Megatron's Muon has no such mode | |"
     return [*lines, muon, objectives(same)]
+
+
+def verdict(gaps: list[list[float]]) -> str:
+    """Of pairs of methods, each with its differences by seed."""
+    decided = [len(of) > 1 and abs(sum(of) / len(of)) > max(of) - min(of) for of in gaps]
+    if any(sure and max(of) < 0 for sure, of in zip(decided, gaps, strict=True)):
+        return "not reproduced"
+    if not all(gaps):
+        return "not testable: runs are missing"
+    if any(len(of) < 2 for of in gaps):
+        return "undecided: one seed"
+    return "reproduced" if all(decided) else "undecided: within the spread of seeds"
 
 
 def objectives(same: list[dict]) -> str:
