@@ -49,6 +49,13 @@ class Planned:
         return f"{self.model}-{self.method}{rate}-seed{self.seed}"
 
 
+def read_table(path: Path) -> dict:
+    """A table with what it does not say itself from the one that it extends."""
+    table = yaml.safe_load(path.read_text())
+    extended = table.pop("extends", None)
+    return {**read_table(path.with_name(extended)), **table} if extended else table
+
+
 def planned(table: dict) -> list[Planned]:
     """All runs, in the order of the table."""
     found = []
@@ -128,7 +135,7 @@ def claim(table: dict, args: argparse.Namespace) -> tuple[Planned, float] | None
 
 def work(args: argparse.Namespace) -> int:
     """Train one run after another; 1 after a failure, when the process is not to be trusted."""
-    table = yaml.safe_load(args.table.read_text())
+    table = read_table(args.table)
     while claimed := claim(table, args):
         if claimed is True:
             time.sleep(1)
@@ -267,7 +274,7 @@ def oversee(args: argparse.Namespace) -> int:
             keep(args.pack, [json.loads(path.read_text()) for path in paths])
     if args.pack:
         keep(args.pack, [json.loads(path.read_text()) for path in args.results.glob("*.json")])
-    done, all_runs = finished(args.results), planned(yaml.safe_load(args.table.read_text()))
+    done, all_runs = finished(args.results), planned(read_table(args.table))
     print(f"{len(done)} of {len(all_runs)} runs have finished.")
     for path in sorted(args.results.glob("*.json")):
         if failed := json.loads(path.read_text()).get("failed"):

@@ -13,8 +13,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import yaml
-from training import TABLE, last_validation, planned
+from training import TABLE, last_validation, planned, read_table
 
 from megatron_aro.cli import compare, figures, runs
 
@@ -46,7 +45,7 @@ def main() -> None:
     found = {r["name"]: r for path in args.results for r in json.loads(path.read_text())}
     done = [r for r in found.values() if "failed" not in r]
     args.out.mkdir(parents=True, exist_ok=True)
-    table_of_runs = yaml.safe_load(args.table.read_text())
+    table_of_runs = read_table(args.table)
     text = [f"# {args.out.name}", "", *about(args.table, table_of_runs, done)]
     rows = []
     for model in dict.fromkeys(r["model"] for r in done):
@@ -118,8 +117,7 @@ def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[
                 run for run in of if run.name.split("-")[0] in ("adamw", "muon", "aro", "eigen")
             ]
             shown = [run for run in shown if run.name.count("-") == 1]
-            paths = [figure.with_suffix(".png"), figure.with_suffix(".svg")]
-            figures.plot(compare.compare(shown, name), paths)
+            figures.plot(compare.compare(shown, name), [figure.with_suffix(".png")])
     return found
 
 
