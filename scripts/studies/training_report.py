@@ -179,8 +179,8 @@ def findings(same: list[dict]) -> list[str]:
         for better, worse in pairs:
             seeds = sorted(losses[better].keys() & losses[worse].keys())
             gaps.append([losses[worse][seed] - losses[better][seed] for seed in seeds])
-        said = [f"{w}: " + ", ".join(f"{gap:+.4f}" for gap in of)
-                for (_, w), of in zip(pairs, gaps, strict=True) if of]  # fmt: skip
+        said = [f"{better} over {worse} " + ", ".join(f"{gap:+.4f}" for gap in of)
+                for (better, worse), of in zip(pairs, gaps, strict=True) if of]  # fmt: skip
         lines.append(f"| {what} | {verdict(gaps)} | {'; '.join(said)} |")
     muon = "| Muon diverges in full-model mode | not testable: Megatron's Muon has no such mode | |"
     return [*lines, muon, objectives(same)]
