@@ -89,6 +89,8 @@ def train(
         result.exit_status = importlib.import_module(f"megatron_aro.{entry}").main(argv)
     except SystemExit as leaving:
         result.exit_status = int(leaving.code or 0)
+    finally:
+        training.train_step, training.train = original_step, original_train
     return result
 
 
