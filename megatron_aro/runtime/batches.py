@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import (
     MEASURES,
+    Attempt,
     MatrixBatch,
+    attempt_rotation,
     finish_update,
     initial_rotation,
     measure_after,
@@ -19,6 +21,8 @@ from megatron_aro.rotation import (
     second_moment_shape,
 )
 from megatron_aro.rotation.monitor import objective
+from megatron_aro.runtime.recorded import Recorded
+from megatron_aro.sharding.cost import recorded
 from megatron_aro.sharding.plan import Batch
 
 
@@ -65,29 +69,64 @@ class Members(Gathered):
 class Stepped(Gathered):
     """A batch, what is kept for it from step to step, and where it is in the current one."""
 
-    attempt: Any = None
+    attempt: Attempt
     failed: list[int]
+    _keeps = False
 
-    def __init__(self, batch: Batch, state: MatrixBatch):
+    def __init__(self, batch: Batch, state: MatrixBatch, aro: AROConfig):
         self.state = state
         self.counted = state.fallbacks.clone()  # as of the last `MatrixOptimizer.measures`
+        self._aro = aro
+        self._attempt: Callable[[], Attempt] = self._attempted
+        self._replace: Callable[[], Tensor] = self._replaced
         super().__init__(batch)
 
-    def allocate(self, device: torch.device) -> None:
-        super().allocate(device)
-        self.state.momentum = self.momentum
+    def record(self, pool: Any) -> None:
+        """Have steps replayed as CUDA graphs from the second on: the momenta keep their memory."""
+        self._attempt = Recorded(self._attempted, pool)
+        self._replace = Recorded(self._replaced, pool)
+        self._keeps = True
 
-    def finish(self, aro: AROConfig) -> None:
-        """The updates, in place of the momenta."""
-        update = finish_update(self.state, self.attempt, self.failed, aro)
-        if self.measures is not None:
-            measure_after(self.measures, self.state, update, self.sample)
-        self.state.momentum.copy_(update)
-        self.attempt = None
+    def allocate(self, device: torch.device) -> None:
+        if not (self._keeps and self.stored.numel()):
+            super().allocate(device)
+            self.state.momentum = self.momentum
+
+    def start(self) -> None:
+        """The first attempt at the rotations; nothing waits for the device."""
+        self.attempt = self._attempt()
+
+    def finish(self) -> None:
+        """The updates, in place of the momenta; `failed` climb the ladder first."""
+        if self.failed or self.measures is not None:
+            self._replaced()
+        else:
+            self._replace()
+        del self.attempt
 
     def release(self) -> None:
-        super().release()
-        self.state.momentum = self.momentum
+        if not self._keeps:
+            super().release()
+            self.state.momentum = self.momentum
+
+    def _attempted(self) -> Attempt:
+        return attempt_rotation(self.state, self._aro)
+
+    def _replaced(self) -> Tensor:
+        update = finish_update(self.state, self.attempt, self.failed, self._aro)
+        if self.measures is not None:
+            measure_after(self.measures, self.state, update, self.sample)
+        return self.state.momentum.copy_(update)
+
+
+def record_small(batches: Sequence[Stepped], aro: AROConfig, device: torch.device) -> None:
+    """On a GPU, have small batches replayed as CUDA graphs; not where a step asks the device."""
+    if device.type != "cuda" or not aro.in_halves:
+        return
+    pool = torch.cuda.graph_pool_handle()
+    shapes = [(x.batch.stored[:2], x.state.rotation.shape) for x in batches]
+    for i in recorded([(b, m, rows * columns // m) for (rows, columns), (b, m, _) in shapes]):
+        batches[i].record(pool)
 
 
 def new_state(aro: AROConfig, b: int, m: int, n: int, device: torch.device) -> MatrixBatch:

@@ -23,7 +23,7 @@ from megatron_aro.rotation import (
     measure_before,
     read_failed,
 )
-from megatron_aro.runtime.batches import Gathered, Members, Stepped, new_state
+from megatron_aro.runtime.batches import Gathered, Members, Stepped, new_state, record_small
 from megatron_aro.runtime.columns import Columns
 from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.sharing import Sharing
@@ -76,6 +76,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             [self._batch(batch) for batch in plan.stepped((exchange.t, exchange.d), chunk)]
             for chunk in range(plan.chunks)
         ]
+        record_small(self._stepped(), self.aro, self.device)
         self._started = False
         self.together = [self]
         self._sharing: Sharing | None = None
@@ -101,7 +102,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if matrices[0].group:
             return Members(batch, [matrix.name for matrix in matrices])
         m, n = matrices[0].shape
-        return Stepped(batch, new_state(self.aro, len(matrices), m, n, self.device))
+        return Stepped(batch, new_state(self.aro, len(matrices), m, n, self.device), self.aro)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -185,7 +186,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         stepped.measures = before
             with self.phases("rotate"):
                 for stepped in own:
-                    stepped.attempt = attempt_rotation(stepped.state, self.aro)
+                    stepped.start()
 
     def _finish(self) -> None:
         """The ladder, the updates and their way back, chunk by chunk, and the weights."""
@@ -198,7 +199,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with self.phases("update"):
                 for stepped in chunk:
                     if isinstance(stepped, Stepped):
-                        stepped.finish(self.aro)
+                        stepped.finish()
             back = self._scatter(number, gradients)
         self._side.wait(back)
         self._release(self._chunks)

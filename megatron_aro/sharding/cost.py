@@ -8,7 +8,7 @@ Cholesky QR on the m x k matrix A, Y = R^T M, D = R f(Y). (What `rotation.in_fra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +16,9 @@ from megatron_aro.config import AROConfig, Precision
 from megatron_aro.sharding.logical import LogicalMatrix
 
 FP32 = 4  # bytes
+# What an optimizer (dense, or of experts) may keep from step to step so that small batches can be
+# CUDA graphs. A larger batch keeps the device busy for longer than its kernels take to launch.
+RECORDED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -175,3 +178,20 @@ def workspace_bytes(m: int, n: int) -> int:
         return FP32 * max(4 * m * n + m * m, 7 * m * m)
     k = min(m, n)
     return FP32 * max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k, 3 * m * k + 4 * k * k)
+
+
+def recorded(batches: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Which batches, of (matrices, m, n), a GPU replays as graphs: small ones, smallest first.
+
+    Their matrices and one workspace for all of them stay allocated: at most RECORDED_BYTES.
+    """
+    gathered = [FP32 * b * m * n for b, m, n in batches]
+    found: list[int] = []
+    kept = workspace = 0
+    for i in sorted(range(len(batches)), key=gathered.__getitem__):
+        b, m, n = batches[i]
+        kept, workspace = kept + gathered[i], max(workspace, b * workspace_bytes(m, n))
+        if kept + workspace > RECORDED_BYTES:
+            break
+        found.append(i)
+    return found

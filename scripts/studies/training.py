@@ -1,4 +1,4 @@
-"""Train what a table of runs says, piece by piece, in as many processes as there are GPUs.
+"""Train what a table of runs says, piece by piece, in two processes a GPU.
 
     python scripts/studies/training.py --data FOLDER --results FOLDER [--minutes 9]
 
@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SETTINGS = (
     "optimizer seed world_size global_batch_size seq_length train_iters train_samples".split()
 )
 MARGIN = 1.15  # of the time that a run is expected to take
+PER_GPU = 2  # trainings: small models wait for their host, half of the time
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ def flags(table: dict, run: Planned, rate: float, data: Path, cache: Path) -> li
 
 
 def seconds(table: dict, done: dict[str, dict], run: Planned) -> float:
-    """What a run is expected to take: as the slowest like it, else of its model, else of all."""
+    """What a run is expected to take: as the slowest like it, else of its model, else of all.
+
+    Args:
+        done: results of this machine.
+    """
     like = [r for r in done.values() if r["model"] == run.model and r["method"] == run.method]
     like = like or [r for r in done.values() if r["model"] == run.model] or list(done.values())
     return max((r["seconds"] for r in like), default=table["guess"])
@@ -116,10 +122,12 @@ def claim(table: dict, args: argparse.Namespace) -> tuple[Planned, float] | None
     """The next run and its rate; True: nothing yet, others' sweeps go on; None: nothing more."""
     done = finished(args.results)
     left = args.deadline - time.time()
+    claims = args.results / "claims"
+    here = {name: result for name, result in done.items() if (claims / name).exists()}
     waits = False
     for run in planned(table):
-        taken = args.results / "claims" / run.name
-        if taken.exists() or MARGIN * seconds(table, done, run) > left:
+        taken = claims / run.name
+        if taken.exists() or MARGIN * seconds(table, here, run) > left:
             continue
         rate = run.rate or best_rate(table, done, run.model)
         if run.name in done and rate in (None, done[run.name]["rate"]):
@@ -167,6 +175,8 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
     from megatron_aro.cli import runs
 
     attend_by_torch()
+    if torch.cuda.is_available():
+        lose_by_torch()
     gc.collect()
     with log.open("w") as file, contextlib.redirect_stdout(file):
         pretrain_gpt.train(argv)
@@ -205,6 +215,26 @@ def attend_by_torch() -> None:
     DotProductAttention.forward = forward
 
 
+@cache
+def lose_by_torch() -> None:
+    """Megatron's local cross entropy by compiled torch, which makes no float32 logits in memory.
+
+    One rank, no padded vocabulary: what the table's models have.
+    """
+    import torch
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    @torch.compile(dynamic=False)
+    def losses(labels: Any, logits: Any) -> Any:
+        s, b, v = logits.shape
+        found = torch.nn.functional.cross_entropy(
+            logits.view(s * b, v).float(), labels.t().reshape(s * b), reduction="none"
+        )
+        return found.view(s, b).t()
+
+    LanguageModule.compute_language_model_loss = lambda self, labels, logits: losses(labels, logits)
+
+
 def objectives(log: str) -> dict[str, float]:
     """Kind of matrix -> J over the eigen-rotation's, at the last reading of ARO's monitor."""
     last = log.rpartition("> ARO at iteration")[2].splitlines()
@@ -238,7 +268,7 @@ def main() -> int:
 
 
 def oversee(args: argparse.Namespace) -> int:
-    """Keep a process a GPU at work, and the results packed."""
+    """Keep PER_GPU processes a GPU at work, and the results packed."""
     import torch
 
     deadline = time.time() + 60 * args.minutes
@@ -247,19 +277,22 @@ def oversee(args: argparse.Namespace) -> int:
     if args.resume and args.resume.exists():
         for result in json.loads(args.resume.read_text()):
             keep(args.results / f"{result['name']}.json", result)
-    count = torch.cuda.device_count() or 1
+    gpus = torch.cuda.device_count()
     command = [sys.executable, "-W", "ignore", __file__, "--deadline", str(deadline)]
     for name in ("table", "data", "results"):
         command += [f"--{name}", str(getattr(args, name))]
 
     def start(number: int) -> subprocess.Popen:
-        own = {"CUDA_VISIBLE_DEVICES": str(number), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        own = {
+            "CUDA_VISIBLE_DEVICES": str(number % max(1, gpus)),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
         with (args.results / f"worker{number}.err").open("a") as errors:
             return subprocess.Popen(
                 [*command, "--worker", str(number)], env={**os.environ, **own}, stderr=errors
             )
 
-    workers = {number: start(number) for number in range(count)}
+    workers = {number: start(number) for number in range(PER_GPU * gpus or 1)}
     packed = -1
     while workers:
         time.sleep(0.5)

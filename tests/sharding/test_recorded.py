@@ -1,0 +1,87 @@
+"""Small batches as CUDA graphs: which they are, and that graphs change no bit of any step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation import measure_before, read_failed
+from megatron_aro.runtime.batches import Stepped, new_state, record_small
+from megatron_aro.sharding.cost import FP32, RECORDED_BYTES, recorded, workspace_bytes
+from megatron_aro.sharding.plan import Batch
+
+
+def bytes_of(batches: list[tuple[int, int, int]]) -> int:
+    gathered = sum(FP32 * b * m * n for b, m, n in batches)
+    return gathered + max((b * workspace_bytes(m, n) for b, m, n in batches), default=0)
+
+
+def test_small_batches_are_recorded_within_the_limit() -> None:
+    """All of a small model; of others the smallest, as many as stay below the limit."""
+    study = [(18, 384, 384), (6, 384, 384), (6, 384, 1536), (6, 384, 1536)]
+    assert sorted(recorded(study)) == [0, 1, 2, 3]
+    gpt2 = [(36, 768, 768), (12, 768, 768), (12, 768, 3072), (12, 768, 3072)]
+    assert recorded(gpt2) == [1]
+    assert recorded([(1, 4096, 12288)]) == []
+    assert recorded([]) == []
+    many = [(b, 256, 512) for b in range(1, 60)]
+    taken = recorded(many)
+    assert 0 < len(taken) < len(many)
+    assert bytes_of([many[i] for i in taken]) <= RECORDED_BYTES
+    assert bytes_of([many[i] for i in (*taken, len(taken))]) > RECORDED_BYTES
+
+
+STEPS = 8
+B = 5
+
+
+def momenta(shape: tuple[int, int, int], step: int) -> torch.Tensor:
+    """Of matrices that climb the ladder, are zero, or not finite, in some steps."""
+    generator = torch.Generator().manual_seed(step)
+    m = torch.randn(shape, generator=generator)
+    if step in (0, 2, 5):
+        m[1] = m[1, :, :1] * m[1, :1]  # rank one
+        m[2] *= torch.logspace(0, -9, m.shape[2])
+    if step in (1, 4):
+        m[3] = 0.0
+    if step == 6:
+        m[4, 0, 0] = torch.nan
+    return m.cuda()
+
+
+def steps(of: Stepped, aro: AROConfig, measured: int) -> list[torch.Tensor]:
+    """The updates of STEPS steps; one of them is measured, as by the monitor."""
+    found = []
+    for step in range(STEPS):
+        of.allocate(torch.device("cuda"))
+        of.momentum.copy_(momenta(of.momentum.shape, step))
+        of.measures = measure_before(of.state, of.sample, aro) if step == measured else None
+        of.start()
+        (of.failed,) = read_failed([of.attempt])
+        of.finish()
+        found.append(of.momentum.clone())
+        of.release()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [(96, 96, False), (64, 160, False), (64, 160, True)])
+@pytest.mark.parametrize("qr", ["scqr2", "scqr"])
+def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
+    """Updates, rotations and fall-backs, bit for bit; what a graph left is not taken for new."""
+    rows, columns, transposed = stored
+    m, n = (columns, rows) if transposed else (rows, columns)
+    aro = AROConfig(qr=qr)
+    device = torch.device("cuda")
+    plain, graphs = (
+        Stepped(Batch((0, 0), 0, stored, tuple(range(B))), new_state(aro, B, m, n, device), aro)
+        for _ in range(2)
+    )
+    record_small([graphs], aro, device)
+    for expected, found in zip(*(steps(x, aro, 3) for x in (plain, graphs)), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(graphs.state.rotation, plain.state.rotation)
+    assert torch.equal(graphs.state.fallbacks, plain.state.fallbacks)
+    assert plain.state.fallbacks[:, 1:].any() or qr == "scqr"  # the ladder was climbed
+    assert graphs.stored.numel() and not plain.stored.numel()
