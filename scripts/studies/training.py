@@ -1,4 +1,4 @@
-"""Train what a table of runs says, piece by piece, in two processes a GPU.
+"""Train what a table of runs says, piece by piece, in as many processes as there are GPUs.
 
     python scripts/studies/training.py --data FOLDER --results FOLDER [--minutes 9]
 
@@ -33,7 +33,6 @@ SETTINGS = (
     "optimizer seed world_size global_batch_size seq_length train_iters train_samples".split()
 )
 MARGIN = 1.15  # of the time that a run is expected to take
-PER_GPU = 2  # trainings: small models wait for their host, half of the time
 
 
 @dataclass(frozen=True)
@@ -228,9 +227,9 @@ def lose_by_torch() -> None:
     def losses(labels: Any, logits: Any) -> Any:
         s, b, v = logits.shape
         found = torch.nn.functional.cross_entropy(
-            logits.view(s * b, v).float(), labels.t().reshape(s * b), reduction="none"
+            logits.reshape(s * b, v).float(), labels.t().reshape(s * b), reduction="none"
         )
-        return found.view(s, b).t()
+        return found.view(s, b).t().contiguous()  # of which Megatron takes a view
 
     LanguageModule.compute_language_model_loss = lambda self, labels, logits: losses(labels, logits)
 
@@ -268,7 +267,7 @@ def main() -> int:
 
 
 def oversee(args: argparse.Namespace) -> int:
-    """Keep PER_GPU processes a GPU at work, and the results packed."""
+    """Keep a process a GPU at work, and the results packed."""
     import torch
 
     deadline = time.time() + 60 * args.minutes
@@ -277,7 +276,7 @@ def oversee(args: argparse.Namespace) -> int:
     if args.resume and args.resume.exists():
         for result in json.loads(args.resume.read_text()):
             keep(args.results / f"{result['name']}.json", result)
-    gpus = torch.cuda.device_count()
+    count = torch.cuda.device_count() or 1
     command = [sys.executable, "-W", "ignore", __file__, "--deadline", str(deadline)]
     for name in ("table", "data", "results"):
         command += [f"--{name}", str(getattr(args, name))]
@@ -292,7 +291,7 @@ def oversee(args: argparse.Namespace) -> int:
                 [*command, "--worker", str(number)], env={**os.environ, **own}, stderr=errors
             )
 
-    workers = {number: start(number) for number in range(PER_GPU * gpus or 1)}
+    workers = {number: start(number) for number in range(count)}
     packed = -1
     while workers:
         time.sleep(0.5)
