@@ -282,10 +282,7 @@ def oversee(args: argparse.Namespace) -> int:
         command += [f"--{name}", str(getattr(args, name))]
 
     def start(number: int) -> subprocess.Popen:
-        own = {
-            "CUDA_VISIBLE_DEVICES": str(number % max(1, gpus)),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }
+        own = {"CUDA_VISIBLE_DEVICES": str(number), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with (args.results / f"worker{number}.err").open("a") as errors:
             return subprocess.Popen(
                 [*command, "--worker", str(number)], env={**os.environ, **own}, stderr=errors
