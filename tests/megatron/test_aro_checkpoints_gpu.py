@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import logical_state
 import pytest
 import torch
 import torchrun
@@ -22,20 +23,17 @@ RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
-_CHILD = """
-import os, pickle, sys
-import logical_state
-argv, iteration, folder = pickle.load(open(sys.argv[1], "rb"))
-result = logical_state.train_watched(argv, iteration)
-result.weights = {n: w.cpu() for n, w in result.weights.items()}
-pickle.dump(result, open(f"{folder}/{os.environ['RANK']}.pickle", "wb"))
-sys.exit(result.exit_status)
-"""
+
+def watched(argv: list[str], iteration: int) -> TrainResult:
+    """On a rank."""
+    result = logical_state.train_watched(argv, iteration)
+    result.weights = {n: w.cpu() for n, w in result.weights.items()}
+    return result
 
 
 def train(folder: Path, ranks: int, *flags: str, iteration: int = 0) -> list[TrainResult]:
     """A run under torchrun; `inspected` is the state after so many of its own iterations."""
-    return torchrun.run(folder, ranks, _CHILD, ([*RUN, *flags], iteration, str(folder)))
+    return torchrun.run(folder, ranks, watched, [*RUN, *flags], iteration)
 
 
 def state(results: list[TrainResult]) -> dict[str, torch.Tensor]:

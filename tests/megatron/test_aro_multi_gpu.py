@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torchrun
 from aro_runs import DISTRIBUTED, GATED, predicted_memory
@@ -34,17 +35,6 @@ LAYOUTS = {
     "DP 2": (2, DISTRIBUTED),
     "TP 2": (2, TP2),
 }
-
-_CHILD = """
-import os, pickle, sys
-import runs, test_aro_multi_gpu
-argv, folder = pickle.load(open(sys.argv[1], "rb"))
-test_aro_multi_gpu.measure_steps()
-result = runs.train(argv, inspect=test_aro_multi_gpu.memory)
-result.weights = {n: w.cpu() for n, w in result.weights.items()}
-pickle.dump(result, open(f"{folder}/{os.environ['RANK']}.pickle", "wb"))
-sys.exit(result.exit_status)
-"""
 
 
 def measure_steps() -> None:
@@ -78,9 +68,17 @@ def memory(model: list, optimizer: Any) -> dict[str, int]:
     }
 
 
+def measured(argv: list[str]) -> TrainResult:
+    """On a rank."""
+    measure_steps()
+    result = runs.train(argv, inspect=memory)
+    result.weights = {n: w.cpu() for n, w in result.weights.items()}
+    return result
+
+
 def train(folder: Path, ranks: int, *flags: str) -> list[TrainResult]:
     """A run of the entry under torchrun, a TrainResult per rank."""
-    return torchrun.run(folder, ranks, _CHILD, ([*MODEL, *flags], str(folder)))
+    return torchrun.run(folder, ranks, measured, [*MODEL, *flags])
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,6 @@ LAYOUTS = {
     "PP 2": ["--pipeline-model-parallel-size", "2"],
 }
 
-_CHILD = """
-import os, pickle, sys
-import test_family_gpu
-trainings, folder = pickle.load(open(sys.argv[1], "rb"))
-losses = test_family_gpu.train_each(trainings)
-pickle.dump(losses, open(f"{folder}/{os.environ['RANK']}.pickle", "wb"))
-"""
-
 
 def train_each(trainings: Sequence[list[str]]) -> list[list[float]]:
     """Losses of trainings one after another in this process: starting NCCL takes longest."""
@@ -63,8 +55,8 @@ def test_layouts_train_like_one_gpu(tmp_path: Path) -> None:
         alone.append(own)
         spread += [[*own, *layout, *check] for layout in LAYOUTS.values()]
 
-    expected = torchrun.run(tmp_path, 1, _CHILD, ([*start, *alone], str(tmp_path)))[0][len(start) :]
-    found = iter(torchrun.run(tmp_path, 2, _CHILD, (spread, str(tmp_path)))[-1])
+    expected = torchrun.run(tmp_path, 1, train_each, [*start, *alone])[0][len(start) :]
+    found = iter(torchrun.run(tmp_path, 2, train_each, spread)[-1])
     for name, losses in zip(FAMILY, expected, strict=True):
         assert losses[-1] < losses[0] - 0.15, name
         for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Runs a piece of Python under torchrun on the GPUs of this machine, or all ranks on one of them.
+"""Runs a function under torchrun on the GPUs of this machine, or all ranks on one of them.
 
 NCCL refuses two ranks on one GPU of one host. Where there are fewer GPUs than ranks each rank says
 that it is a host of its own: then NCCL's collectives go over sockets and the ranks take turns on
@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,27 @@ _ALONE = """
 import os
 os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
 """
+_CHILD = """
+import importlib, os, pickle, sys
+module, name, arguments, folder = pickle.load(open(sys.argv[1], "rb"))
+result = getattr(importlib.import_module(module), name)(*arguments)
+pickle.dump(result, open(f"{folder}/{os.environ['RANK']}.pickle", "wb"))
+sys.exit(getattr(result, "exit_status", 0))
+"""
 
 
-def run(folder: Path, ranks: int, child: str, call: tuple) -> list[Any]:
-    """What each rank left, by rank.
+def run(folder: Path, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
+    """What the function returned on each rank; both it and that can be pickled.
 
     Args:
         folder: where call and results lie.
-        child: the source that each rank runs. It finds the path of the pickled `call` in
-            sys.argv[1], and leaves its result in ``folder / f"{RANK}.pickle"``.
     """
     path = folder / "call.pickle"
+    call = (function.__module__, function.__name__, arguments, str(folder))
     path.write_bytes(pickle.dumps(call))
     paths = [str(Path(__file__).parent), *sys.path]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    if torch.cuda.device_count() < ranks:
-        child = _ALONE + child
+    child = _ALONE + _CHILD if torch.cuda.device_count() < ranks else _CHILD
     command += ["--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", child]
     done = subprocess.run(
         [*command, str(path)],
