@@ -302,7 +302,8 @@ def oversee(args: argparse.Namespace) -> int:
             packed = len(paths)
             keep(args.pack, [json.loads(path.read_text()) for path in paths])
     if args.pack:
-        keep(args.pack, [json.loads(path.read_text()) for path in args.results.glob("*.json")])
+        paths = sorted(args.results.glob("*.json"))
+        keep(args.pack, [json.loads(path.read_text()) for path in paths])
     done, all_runs = finished(args.results), planned(read_table(args.table))
     print(f"{len(done)} of {len(all_runs)} runs have finished.")
     for path in sorted(args.results.glob("*.json")):

@@ -46,7 +46,7 @@ def main() -> None:
     done = [r for r in found.values() if "failed" not in r]
     args.out.mkdir(parents=True, exist_ok=True)
     table_of_runs = read_table(args.table)
-    text = [f"# {args.out.name}", "", *about(args.table, table_of_runs, done)]
+    text = [f"# {args.out.resolve().name}", "", *about(args.table, table_of_runs, done)]
     rows = []
     for model in dict.fromkeys(r["model"] for r in done):
         of = [r for r in done if r["model"] == model]
@@ -158,7 +158,7 @@ def by_step(same: list[dict], stopped: list[Path]) -> list[str]:
     steps = sorted({step for of in losses.values() for step in of})
     lines = ["Validation loss by step:", "", f"| run | {' | '.join(map(str, steps))} |"]
     lines.append("|" + "---|" * (len(steps) + 1))
-    for name, of in losses.items():
+    for name, of in sorted(losses.items()):
         found = (f"{of[step]:.4f}" if step in of else "-" for step in steps)
         lines.append(f"| {name} | {' | '.join(found)} |")
     return [*lines, ""]
