@@ -7,6 +7,7 @@ that of parameters, except that a matrix with copies on other pipeline stages is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import initial_rotation, new_fallback_counts
+from megatron_aro.rotation.scaling import ZERO_COLUMN
 from megatron_aro.rotation.stacks import Look, Piece, Stack, Total, look_ahead, turn, updates
 from megatron_aro.runtime.totals import total_over
 from megatron_aro.sharding.columns import ByColumns
@@ -284,23 +286,38 @@ class Columns:
         return list(shapes.values())
 
     def _step_vectors(self, momenta: Pieces, gradients: Pieces) -> None:
-        """U = rms sqrt(n) D / ||D|| with D the signs of the momentum (spec, 1-D parameters)."""
+        """U = rms sqrt(n) D / ||D|| with D the signs of the momentum (spec, 1-D parameters).
+
+        A vector is a row of columns of one entry: which counts as zero is ZERO_COLUMN's business,
+        lest what only decays keeps its sign for ever. One that is not finite stays where it is.
+        """
         if not self.vectors:
             return
-        counts = torch.zeros(len(self.vectors), dtype=torch.float64, device=self._device)
-        of_held = [momenta[name] for name in self._held_vectors]
-        signs: list[Tensor] = []
-        if of_held:
-            signs = list(torch._foreach_sign(of_held))
-            largest = torch.stack(torch._foreach_norm(of_held, float("inf")))
-            mine = torch.stack(torch._foreach_norm(signs, 1)).double()
-            mine = mine.masked_fill(~largest.isfinite(), float("inf"))
-            counts[self._places] = mine.masked_fill(~self._counted, 0.0)
-        (counts,) = self._total([counts], "sum")
+        held = [momenta[name] for name in self._held_vectors]
+        norms = torch._foreach_norm(held, 2, dtype=torch.float64) if held else ()
+        whole = self._sum_of_vectors([norm.square() for norm in norms]).sqrt()
+        least = (ZERO_COLUMN * whole).clamp(min=torch.finfo(torch.float32).tiny)
+        least = least.masked_fill(~whole.isfinite(), math.inf).float()[self._places]
+        signs: tuple[Tensor, ...] = ()
+        if held:
+            m = torch.cat(held)
+            limits = torch.cat([limit.expand_as(x) for x, limit in zip(held, least, strict=True)])
+            signs = torch.where((m.abs() >= limits) & m.isfinite(), m.sign(), 0.0).split(
+                [len(x) for x in held]
+            )
+        counts = self._sum_of_vectors(torch._foreach_norm(signs, 1) if held else ())
         scales = self._aro.update_rms * (self._numel / counts.clamp(min=1)).sqrt()
-        if of_held:
+        if held:
             torch._foreach_mul_(signs, list(scales.float()[self._places].unbind()))
             torch._foreach_copy_([gradients[name] for name in self._held_vectors], signs)
+
+    def _sum_of_vectors(self, of_held: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+        """Of each vector the sum, float64, over the pieces that ranks hold."""
+        sums = torch.zeros(len(self.vectors), dtype=torch.float64, device=self._device)
+        if of_held:
+            sums[self._places] = torch.stack(of_held).double().masked_fill(~self._counted, 0)
+        (sums,) = self._total([sums], "sum")
+        return sums
 
     def _all_to_all(self, send: list[list[Tensor]], receive: list[list[Tensor]]) -> None:
         """One collective over data-parallel ranks."""

@@ -22,11 +22,14 @@ from megatron_aro.rotation import (
     initial_rotation,
     new_fallback_counts,
 )
+from megatron_aro.rotation.scaling import ZERO_COLUMN
 
 
 def vanish(name: str, gradient: torch.Tensor, step: int) -> None:
-    """From the third step on six tokens of each shard have no gradient."""
+    """From the third step on six tokens of each shard and of a norm have no gradient."""
     if "word_embeddings" in name and step >= 2:
+        gradient[3:9] = 0.0
+    if "final_layernorm.weight" in name and step >= 2:
         gradient[3:9] = 0.0
 
 
@@ -175,7 +178,9 @@ def reference(
         for name, weight in weights.items():
             advance_momentum([momenta[name]], [gradients[name]], aro.momentum)
             if by[name] == "vector":
-                d = momenta[name].sign()
+                m = momenta[name]
+                least = max(ZERO_COLUMN * float(m.double().norm()), torch.finfo(m.dtype).tiny)
+                d = torch.where(m.abs() >= least, m.sign(), 0.0)
                 u = aro.update_rms * math.sqrt(d.numel()) * d / d.norm().clamp(min=1)
                 apply_updates([weight], [u], lr, 0.0)
                 continue

@@ -19,6 +19,7 @@ from test_aro_training import check_steps
 from megatron_aro.config import AROConfig
 
 WORDS = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 FULL = ["--aro-mode", "full-model"]
 # 150 tokens (149 and the end of documents), padded to 160, or 192 at TP 2: padding within the last
 # shard, which the distributed optimizer cuts too.
@@ -288,7 +289,7 @@ def test_tokens_that_no_longer_occur_fade_away(pool: Pool) -> None:
 
     The prototype's momentum, 0.95, takes 800 steps and more, and there reciprocals of such columns
     turned everything NaN. Every weight is one process's, so nothing else felt it; the tokens'
-    own only decay in the end.
+    own only decay in the end. An entry of a norm stays where it is then, whose sign would go on.
     """
     argv = [*ARO, *GATED, *TP2, "--aro-momentum", "0.03", "--train-iters", "38"]
     ranks = pool.run(2, train_full, argv, vanishing=True)
@@ -306,4 +307,6 @@ def test_tokens_that_no_longer_occur_fade_away(pool: Pool) -> None:
     before = reference(optimizers, VOCABULARY, AROConfig(momentum=0.03), steps=33)
     decay = math.prod(1 - lr * wd for _, lr, wd in optimizers[0]["steps"][33:])
     assert torch.allclose(last[WORDS][gone], before[WORDS][gone] * decay, rtol=1e-5, atol=1e-8)
+    assert torch.equal(last[FINAL_NORM][3:9], before[FINAL_NORM][3:9])  # which does not decay
+    assert not torch.equal(last[FINAL_NORM][9:], before[FINAL_NORM][9:])
     assert not torch.allclose(last[WORDS][20:30], before[WORDS][20:30] * decay, rtol=1e-2)
