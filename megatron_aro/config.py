@@ -19,6 +19,7 @@ ExchangeDtype = Literal["fp32", "bf16"]
 ParamLayout = Literal["packed", "whole"]
 Mode = Literal["hybrid", "full-model"]
 Sharing = Literal["none", "global", "chain"]
+CudaGraphs = Literal["small", "none"]
 
 ADAMW = "adamw"  # among the rules of exceptions: not ARO's
 NONE = "none"
@@ -114,7 +115,12 @@ class AROConfig:
         "ranges until none does (Megatron only).",
         ParamLayout,
     )
-
+    cuda_graphs: CudaGraphs = _setting(
+        "small",
+        "What GPUs step by CUDA graphs: small, batches that together take at most 256 MiB (and as "
+        "much for experts), which stay allocated; none (Megatron only).",
+        CudaGraphs,
+    )
     monitor_interval: int = _setting(
         0,
         "Iterations between two readings of the optimizer's health, which go to the log, "

@@ -64,7 +64,7 @@ def test_the_table_names_every_figure() -> None:
     assert lines[0].startswith("8,190,735,360 parameters, of which 6,945,767,424 in 252 matrices")
     titles = [line[:24].strip() for line in lines[4:]]
     assert titles[0] == "matrices owned" and titles[-2] == "imbalance (max / mean)"
-    assert len(titles) == 19
+    assert len(titles) == 20
     done = plan("--world-size", "8", "--", *QWEN, "--aro-param-layout", "whole")
     last = done.stdout.splitlines()[-1]
     assert last == (

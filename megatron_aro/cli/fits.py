@@ -55,7 +55,7 @@ class Memory:
     """What a rank holds, in bytes.
 
     Attributes:
-        optimizer: main parameters, AdamW's moments, ARO's momenta and rotations.
+        optimizer: main parameters, AdamW's moments, ARO's momenta, rotations and CUDA graphs.
         step: what ARO's step takes for a while: gathered matrices, exchange, workspace, and
             gradients in float32 where they are kept in bf16.
         activations: estimated; they are gone when the step begins.
@@ -269,6 +269,8 @@ def of_ranks(
             optimizer += float32  # main parameters
         if args.aro_projection == "adam":
             optimizer += figures.gathered  # a second moment of its matrices, [k, n] each
+        if args.aro_cuda_graphs != "none":
+            optimizer += figures.graphs
         step: float = figures.gathered + figures.exchange + figures.workspace
         if run.gradient_bytes < FP32:
             step += float32
@@ -308,8 +310,8 @@ def as_text(found: Search, gpus: int, gib: float, most_tp: int) -> str:
         "",
         f"GiB of the fullest rank. {RESERVE_GIB:g} GiB are kept free for CUDA, NCCL and the "
         "allocator: a guess. From the plan, element by element: weights; gradients; optimizer "
-        "(main parameters, AdamW's moments, ARO's momenta and rotations); step (what ARO's step "
-        "takes for a while). Estimated: activations (what the backward pass needs, with the "
+        "(main parameters, AdamW's moments, ARO's momenta, rotations and graphs); step (what ARO's "
+        "step takes for a while). Estimated: activations (what the backward pass needs, with the "
         "recomputation that the flags ask for). They are gone when the step begins, so the larger "
         "of the two counts.",
         f"Order: the predicted time of ARO's step of the slowest rank, in bands of {BAND - 1:.0%}; "

@@ -62,6 +62,7 @@ _ROWS = {
     "gathered": ("MiB gathered matrices", 2.0**20),
     "exchange": ("MiB exchange buffers", 2.0**20),
     "workspace": ("MiB workspace", 2.0**20),
+    "graphs": ("MiB of CUDA graphs", 2.0**20),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_aro.kernels.flags import announce, wait
 from megatron_aro.kernels.halves import add_product, halves
-from megatron_aro.kernels.support import tl, triton, use_triton
+from megatron_aro.kernels.support import require_contiguous, tl, triton, use_triton
 
 TILE, CHUNK, WARPS = 32, 16, 1
 
@@ -51,6 +51,7 @@ def factor(
             ones there. A product on tensor cores truncates: the sums of squares on its diagonal
             come out too small by 1e-5, which would make a nearly singular C indefinite.
     """
+    require_contiguous(s_bkk)
     if not use_triton(s_bkk):
         return factor_twin(s_bkk, squares_bk, shift_b, inverse=inverse, unit=unit)
     b, k, _ = s_bkk.shape

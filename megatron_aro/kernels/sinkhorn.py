@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.kernels.flags import count, wait
-from megatron_aro.kernels.support import tl, triton, use_triton
+from megatron_aro.kernels.support import require_contiguous, tl, triton, use_triton
 
 ROWS = 128  # of X in one program of the sums
 STRIP = 16  # of them at a time
@@ -46,6 +46,7 @@ def sinkhorn_scales(
         row_share: rows with a smaller share of it count as zero.
         column_share: the same for columns.
     """
+    require_contiguous(x_bkn)
     if not use_triton(x_bkn):
         return sinkhorn_scales_twin(x_bkn, iterations, squares_b, row_share, column_share)
     b, k, n = x_bkn.shape

@@ -32,6 +32,16 @@ except ImportError:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def require_contiguous(x: Tensor) -> None:
+    """For kernels that read rows one after the other.
+
+    Raises:
+        ValueError: it has other strides.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"a kernel for contiguous matrices was given strides {x.stride()}.")
+
+
 def use_triton(x: Tensor) -> bool:
     """Whether a kernel runs on ``x``; else its torch twin does, on a GPU with a warning."""
     if INTERPRETED:

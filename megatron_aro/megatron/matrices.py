@@ -113,6 +113,14 @@ def place(
     hidden: int = model_config.hidden_size  # type: ignore[attr-defined]
     matrices, note = rules.matrices(name, of_all, columns, aro, hidden)
     check_partition(name, experts * rows, matrices)
+    by_row = aro.projection == "adam" or not matrices[0].transposed
+    if name.endswith(".in_proj.weight") and axis == 0 and by_row:
+        raise ValueError(
+            f"{name}: tensor-parallel ranks have a stretch of each of Mamba's projections, so that "
+            "what ARO keeps by row would mean other rows after a change of TP: use orientation "
+            f"residual and another projection than adam, or {flag('override')} "
+            "*.in_proj.weight=adamw, or no tensor parallelism."
+        )
     layout = Layout(experts * rows, tp, axis, blocks)
     return Placement(name, shape, layout, matrices, note, "matrices")
 

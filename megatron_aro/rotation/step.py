@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
+from megatron_aro.kernels.support import use_triton
 from megatron_aro.rotation import fast, in_frame
 from megatron_aro.rotation.orthonormal import (
     Orthonormal,
@@ -129,6 +130,11 @@ class Attempt:
     frame: _Frame
     failed_b: Tensor | None
     """Matrices that must climb the ladder and still have their old rotation; None for nobody."""
+
+
+def is_recordable(batch: MatrixBatch, config: AROConfig) -> bool:
+    """Whether a CUDA graph can hold its step without the ladder: nothing waits for the device."""
+    return fast.covers(config, batch.rotation) and use_triton(batch.rotation)
 
 
 @torch.no_grad()

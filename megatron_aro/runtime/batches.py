@@ -16,6 +16,7 @@ from megatron_aro.rotation import (
     attempt_rotation,
     finish_update,
     initial_rotation,
+    is_recordable,
     measure_after,
     new_fallback_counts,
     second_moment_shape,
@@ -119,13 +120,14 @@ class Stepped(Gathered):
         return self.state.momentum.copy_(update)
 
 
-def record_small(batches: Sequence[Stepped], aro: AROConfig, device: torch.device) -> None:
-    """On a GPU, have small batches replayed as CUDA graphs; not where a step asks the device."""
-    if device.type != "cuda" or not aro.in_halves:
+def record_small(batches: Sequence[Stepped], aro: AROConfig) -> None:
+    """Have small batches replayed as CUDA graphs, on GPUs and for settings for which that goes."""
+    if aro.cuda_graphs == "none" or not all(is_recordable(x.state, aro) for x in batches):
         return
-    pool = torch.cuda.graph_pool_handle()
     shapes = [(x.batch.stored[:2], x.state.rotation.shape) for x in batches]
-    for i in recorded([(b, m, rows * columns // m) for (rows, columns), (b, m, _) in shapes]):
+    found, _ = recorded([(b, m, rows * columns // m) for (rows, columns), (b, m, _) in shapes])
+    pool = torch.cuda.graph_pool_handle() if found else None
+    for i in found:
         batches[i].record(pool)
 
 

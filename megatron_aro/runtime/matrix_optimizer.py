@@ -76,7 +76,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             [self._batch(batch) for batch in plan.stepped((exchange.t, exchange.d), chunk)]
             for chunk in range(plan.chunks)
         ]
-        record_small(self._stepped(), self.aro, self.device)
+        record_small(self._stepped(), self.aro)
         self._started = False
         self.together = [self]
         self._sharing: Sharing | None = None

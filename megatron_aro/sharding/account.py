@@ -24,6 +24,7 @@ from megatron_aro.sharding.cost import (
     batch_seconds,
     member_work,
     members_bytes,
+    recorded,
     rotation_bytes,
     seconds,
     step_work,
@@ -114,6 +115,7 @@ class Figures:
         gathered: the matrices it owns, whole, while they are stepped.
         exchange: buffers of what travels, at their peak.
         workspace: of the largest batch, beside its matrices.
+        graphs: of gathered and workspace, what stays allocated between steps on GPUs.
     """
 
     matrices: int = 0
@@ -135,6 +137,7 @@ class Figures:
     gathered: int = 0
     exchange: int = 0
     workspace: int = 0
+    graphs: int = 0
 
     def __add__(self, other: Figures) -> Figures:
         total = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -362,6 +365,7 @@ def _grid(
 
 
 def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
+    batches: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for batch in plan.batches:
         (t, d), count = batch.owner, len(batch.members)
         matrices = [plan.sharded[i].matrix for i in batch.members]
@@ -375,6 +379,9 @@ def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
             continue
         figure.rotation += count * rotation_bytes(m, n)
         figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))
+        batches.setdefault((t, d), []).append((count, m, n))
+    for (t, d), of_owner in batches.items():
+        _, figures[t][d].graphs = recorded(of_owner)
 
 
 def _seconds(matrices: Sequence[LogicalMatrix], run: Run) -> float:

@@ -180,18 +180,19 @@ def workspace_bytes(m: int, n: int) -> int:
     return FP32 * max(m * n + 5 * k * n + m * k, 4 * m * k + 2 * k * k, 3 * m * k + 4 * k * k)
 
 
-def recorded(batches: Sequence[tuple[int, int, int]]) -> list[int]:
+def recorded(batches: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Which batches, of (matrices, m, n), a GPU replays as graphs: small ones, smallest first.
 
-    Their matrices and one workspace for all of them stay allocated: at most RECORDED_BYTES.
+    And how many bytes stay allocated for it: their matrices and one workspace for all of them.
     """
     gathered = [FP32 * b * m * n for b, m, n in batches]
     found: list[int] = []
-    kept = workspace = 0
+    kept = workspace = total = 0
     for i in sorted(range(len(batches)), key=gathered.__getitem__):
         b, m, n = batches[i]
         kept, workspace = kept + gathered[i], max(workspace, b * workspace_bytes(m, n))
         if kept + workspace > RECORDED_BYTES:
             break
         found.append(i)
-    return found
+        total = kept + workspace
+    return found, total

@@ -64,12 +64,26 @@ def test_damaged_files_are_one_sentence(pool: Pool, tmp_path: Path) -> None:
     assert (whole / TRACKER).read_text() == "5"
 
 
-def test_a_damaged_torch_checkpoint_does_not_end_in_success(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model_optim_rng.pt", truncate),
+        ("aro_matrices_*.pt", truncate),
+        ("aro_matrices_*.pt", Path.unlink),
+        ("aro_matrices_*.pt", lambda path: path.write_bytes(b"noise" * 1000)),
+    ],
+    ids=["truncated", "truncated matrices", "no matrices", "foreign matrices"],
+)
+def test_a_damaged_torch_checkpoint_does_not_end_in_success(
+    pool: Pool, tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    """One sentence before the first step, as for torch_dist."""
     argv = [*ARO, *GATED, *TORCH]
     assert pool.train(1, [*argv, "--save", str(tmp_path), "--save-interval", "5"])[0].weights
-    truncate(next(tmp_path.glob("iter_*/*/model_optim_rng.pt")))
-    (refused,) = pool.train(1, [*argv, "--load", str(tmp_path)])
-    assert refused.exit_status == 2 and "cannot be loaded" in refused.stderr
+    damage(next(tmp_path.glob(f"iter_*/**/{name}")))
+    (refused,) = pool.train(1, [*argv, "--load", str(tmp_path), "--train-iters", "6"])
+    assert refused.exit_status == 2 and not refused.losses
+    assert "cannot be loaded" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,7 @@ RUN += ["--hidden-size", "256", "--seq-length", "128", "--max-position-embedding
 _CHILD = """
 import pickle, sys
 import aro_runs, runs
-argv, target, graphs = pickle.load(sys.stdin.buffer)
-if not graphs:
-    from megatron_aro.runtime import batches
-    batches.recorded = lambda shapes: []
+argv, target = pickle.load(sys.stdin.buffer)
 result = runs.train(argv, inspect=aro_runs.optimizer_state)
 result.weights = {n: w.cpu() for n, w in result.weights.items()}
 result.inspected = {n: w.cpu() for n, w in result.inspected.items()}
@@ -35,13 +32,13 @@ pickle.dump(result, open(target, "wb"))
 """
 
 
-def train(folder: Path, *flags: str, graphs: bool = True) -> TrainResult:
-    """A run of the entry in a process of its own, as a user's; without CUDA graphs at will."""
+def train(folder: Path, *flags: str) -> TrainResult:
+    """A run of the entry in a process of its own, as a user's."""
     target = folder / "result.pickle"
     paths = [str(Path(__file__).parent), *sys.path]
     child = subprocess.run(
         [sys.executable, "-c", _CHILD],
-        input=pickle.dumps(([*RUN, *flags], target, graphs)),
+        input=pickle.dumps(([*RUN, *flags], target)),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         timeout=300,
@@ -55,7 +52,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, flags: list[
     """Losses fall; a resumed run and one without CUDA graphs give the same bits, state included."""
     save = ["--save", str(tmp_path), "--save-interval", "4"]
     first = train(tmp_path, *flags, *save)
-    again = train(tmp_path, *flags, graphs=False)
+    again = train(tmp_path, *flags, "--aro-cuda-graphs", "none")
     shutil.rmtree(tmp_path / "iter_0000008")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     resumed = train(tmp_path, *flags, "--load", str(tmp_path))

@@ -207,6 +207,17 @@ def test_gate_and_up_as_one_matrix_do_not_go_with_tensor_parallelism():
     assert len(placed(*fc1, tp=2, **cut).matrices) == 2
 
 
+def test_mambas_projections_keep_nothing_by_row_under_tensor_parallelism():
+    """Ranks have stretches of five projections, whose order changes with TP: nothing stored may."""
+    cut = {"tensor_model_parallel": True, "partition_dim": 0}
+    name = LAYER + "mixer.in_proj.weight"
+    for aro in ({"projection": "adam"}, {"orientation": "left"}):
+        with pytest.raises(ValueError, match="Mamba's projections.*in_proj.weight=adamw"):
+            placed(name, 10, HIDDEN, aro=aro, tp=2, **cut)
+        assert placed(name, 20, HIDDEN, aro=aro).matrices
+    assert placed(name, 10, HIDDEN, tp=2, **cut).matrices[0].shape == (HIDDEN, 20)
+
+
 def test_exceptions_that_fit_nothing():
     """A matrix counts, its parameter too; adamw needs a parameter, a rule something ARO steps."""
     overrides = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,15 +22,15 @@ def bytes_of(batches: list[tuple[int, int, int]]) -> int:
 def test_small_batches_are_recorded_within_the_limit() -> None:
     """All of a small model; of others the smallest, as many as stay below the limit."""
     study = [(18, 384, 384), (6, 384, 384), (6, 384, 1536), (6, 384, 1536)]
-    assert sorted(recorded(study)) == [0, 1, 2, 3]
+    assert sorted(recorded(study)[0]) == [0, 1, 2, 3] and recorded(study)[1] == bytes_of(study)
     gpt2 = [(36, 768, 768), (12, 768, 768), (12, 768, 3072), (12, 768, 3072)]
-    assert recorded(gpt2) == [1]
-    assert recorded([(1, 4096, 12288)]) == []
-    assert recorded([]) == []
+    assert recorded(gpt2) == ([1], bytes_of(gpt2[1:2]))
+    assert recorded([(1, 4096, 12288)]) == ([], 0)
+    assert recorded([]) == ([], 0)
     many = [(b, 256, 512) for b in range(1, 60)]
-    taken = recorded(many)
+    taken, kept = recorded(many)
     assert 0 < len(taken) < len(many)
-    assert bytes_of([many[i] for i in taken]) <= RECORDED_BYTES
+    assert kept == bytes_of([many[i] for i in taken]) <= RECORDED_BYTES
     assert bytes_of([many[i] for i in (*taken, len(taken))]) > RECORDED_BYTES
 
 
@@ -78,7 +80,8 @@ def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
         Stepped(Batch((0, 0), 0, stored, tuple(range(B))), new_state(aro, B, m, n, device), aro)
         for _ in range(2)
     )
-    record_small([graphs], aro, device)
+    record_small([graphs], aro)
+    record_small([plain], replace(aro, cuda_graphs="none"))
     for expected, found in zip(*(steps(x, aro, 3) for x in (plain, graphs)), strict=True):
         assert torch.equal(found, expected)
     assert torch.equal(graphs.state.rotation, plain.state.rotation)
