@@ -94,6 +94,24 @@ def train(
     return result
 
 
+def train_each(trainings: Sequence[Sequence[str]]) -> list[TrainResult]:
+    """Trainings one after another in this process, on any device; starting NCCL takes longest."""
+    from megatron.training.training import destroy_global_state
+
+    from megatron_aro import pretrain_gpt
+
+    def main(argv: Sequence[str]) -> int:
+        pretrain_gpt.train(argv)  # the process group stays
+        destroy_global_state()
+        return 0
+
+    pretrain_gpt.main = main  # type: ignore[assignment]
+    results = [train(flags) for flags in trainings]
+    for result in results:
+        result.weights = {name: weight.cpu() for name, weight in result.weights.items()}
+    return results
+
+
 def full_weights(results: Sequence[TrainResult]) -> dict[str, torch.Tensor]:
     """The whole model's weights from all ranks' shards, as one process would have them."""
     shards: dict[str, dict[int, torch.Tensor]] = {}

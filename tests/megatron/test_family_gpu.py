@@ -5,7 +5,6 @@ One command: ``scripts/test.sh -m gpu tests/megatron/test_family_gpu.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,21 +27,6 @@ LAYOUTS = {
 }
 
 
-def train_each(trainings: Sequence[list[str]]) -> list[list[float]]:
-    """Losses of trainings one after another in this process: starting NCCL takes longest."""
-    from megatron.training.training import destroy_global_state
-
-    from megatron_aro import pretrain_gpt
-
-    def main(argv: list[str]) -> int:
-        pretrain_gpt.train(argv)  # the process group stays
-        destroy_global_state()
-        return 0
-
-    pretrain_gpt.main = main  # type: ignore[assignment]
-    return [runs.train(flags).losses for flags in trainings]
-
-
 def test_layouts_train_like_one_gpu(tmp_path: Path) -> None:
     """Float32 losses agree to 1e-2 (`test_aro_multi_gpu` says why not better) and fall."""
     start, alone, spread = [], [], []
@@ -55,9 +39,10 @@ def test_layouts_train_like_one_gpu(tmp_path: Path) -> None:
         alone.append(own)
         spread += [[*own, *layout, *check] for layout in LAYOUTS.values()]
 
-    expected = torchrun.run(tmp_path, 1, train_each, [*start, *alone])[0][len(start) :]
-    found = iter(torchrun.run(tmp_path, 2, train_each, spread)[-1])
-    for name, losses in zip(FAMILY, expected, strict=True):
+    first = torchrun.run(tmp_path, 1, runs.train_each, [*start, *alone])[0]
+    found = iter(torchrun.run(tmp_path, 2, runs.train_each, spread)[-1])
+    for name, alone_result in zip(FAMILY, first[len(start) :], strict=True):
+        losses = alone_result.losses
         assert losses[-1] < losses[0] - 0.15, name
         for layout in LAYOUTS:
-            assert next(found) == pytest.approx(losses, abs=1e-2), (name, layout)
+            assert next(found).losses == pytest.approx(losses, abs=1e-2), (name, layout)
