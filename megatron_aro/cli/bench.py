@@ -69,16 +69,24 @@ class Figures:
     """1 - cos to float64 with Householder QR."""
     orthonormality: float
     fallbacks: dict[str, int]
+    ill_conditioned: float
+    """As `called` of scqr2, on momenta of condition 1e6, with the ladder."""
+    ill_fallbacks: dict[str, int]
+    """Of one step there."""
 
 
 def momenta(b: int, m: int, n: int, kind: str, seed: int) -> Tensor:
-    """[b, m, n] on the GPU: "random", or singular values "i^-0.5" or "i^-1", "+noise" for 30%."""
+    """[b, m, n] on the GPU: "random", or singular values "i^-0.5" or "i^-1", "+noise" for 30%, or
+    from 1 to 1e-6, "condition 1e6"."""
     generator = torch.Generator("cuda").manual_seed(seed)
     noise = torch.randn(b, m, n, device="cuda", generator=generator)
     if kind == "random":
         return noise
     k = min(m, n)
-    values = torch.arange(1, k + 1, device="cuda") ** float(kind.removesuffix("+noise")[2:])
+    if kind == "condition 1e6":
+        values = torch.logspace(0, -6, k, device="cuda")
+    else:
+        values = torch.arange(1, k + 1, device="cuda") ** float(kind.removesuffix("+noise")[2:])
     left = torch.linalg.qr(torch.randn(b, m, k, device="cuda", generator=generator)).Q
     right = torch.linalg.qr(torch.randn(b, n, k, device="cuda", generator=generator)).Q
     x = (left * values) @ right.mT
@@ -212,16 +220,19 @@ def _speed(row: str, configs: dict[str, AROConfig], repeats: int, least: float) 
     variants["muon, batched"] = partial(muon, groups, batched=True)
     if max(map(len, groups)) <= 64:
         variants["muon, each"] = partial(muon, groups, batched=False)
-    called = _fastest(milliseconds(variants, repeats))
+    hard = [_ill_conditioned(*shape) for shape in ROWS[row]]
+    on_hard = partial(compute_updates, hard, configs["scqr2"])
+    time = milliseconds(variants | {"hard": on_hard}, repeats)
+    called = _fastest(time)
     on_device = {qr: partial(_launch, batches, config) for qr, config in configs.items()}
     device = _fastest(milliseconds(graphs(variants | on_device), repeats))
-    for batch in batches:
+    for batch in (*batches, *hard):
         batch.fallbacks.zero_()
+    on_hard()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     variants["scqr2"]()
     workspace = torch.cuda.max_memory_allocated() - before
-    counts = torch.stack([batch.fallbacks.sum(dim=0) for batch in batches]).sum(dim=0).tolist()
     return Figures(
         row=row,
         device=device,
@@ -231,8 +242,21 @@ def _speed(row: str, configs: dict[str, AROConfig], repeats: int, least: float) 
         syncs=syncs(variants["scqr2"]),
         angle=0.0,
         orthonormality=0.0,
-        fallbacks=dict(zip(FALLBACK_RUNGS, counts, strict=True)),
+        fallbacks=_counts(batches),
+        ill_conditioned=time["hard"],
+        ill_fallbacks=_counts(hard),
     )
+
+
+def _ill_conditioned(b: int, m: int, n: int) -> MatrixBatch:
+    """Four different ones, again and again: making them takes long."""
+    few = momenta(min(b, 4), m, n, "condition 1e6", 0)
+    return batch_of(few.repeat(-(-b // len(few)), 1, 1)[:b])
+
+
+def _counts(batches: list[MatrixBatch]) -> dict[str, int]:
+    counts = torch.stack([batch.fallbacks.sum(dim=0) for batch in batches]).sum(dim=0).tolist()
+    return dict(zip(FALLBACK_RUNGS, counts, strict=True))
 
 
 def _launch(batches: list[MatrixBatch], config: AROConfig) -> None:
@@ -250,17 +274,21 @@ def table(figures: list[Figures]) -> str:
     """The figures as Markdown."""
     lines = [
         "| matrices | Muon, ms | scqr2, ms | / Muon | scqr, ms | / Muon | called: Muon, scqr2 | "
-        "floor / scqr2 | workspace, MiB | syncs | 1 - cos | Q^T Q - I | fall-backs |",
-        "|---|" + "---|" * 12,
+        "floor / scqr2 | workspace, MiB | syncs | 1 - cos | Q^T Q - I | fall-backs | "
+        "condition 1e6: ms, fall-backs |",
+        "|---|" + "---|" * 13,
     ]
     for f in figures:
         muon, two, one = f.device["muon"], f.device["scqr2"], f.device["scqr"]
-        taken = sum(count for name, count in f.fallbacks.items() if name != FALLBACK_RUNGS[0])
+        taken, ill = (
+            sum(of.values()) - of[FALLBACK_RUNGS[0]] for of in (f.fallbacks, f.ill_fallbacks)
+        )
         lines.append(
             f"| {f.row} | {muon:.2f} | {two:.2f} | {two / muon:.2f} | {one:.2f} | "
             f"{one / muon:.2f} | {f.called['muon']:.2f}, {f.called['scqr2']:.2f} | "
             f"{f.floor / two:.0%} | {f.workspace_mib:,} | {f.syncs} | "
-            f"{f.angle:.0e} | {f.orthonormality:.0e} | {taken} |"
+            f"{f.angle:.0e} | {f.orthonormality:.0e} | {taken} | "
+            f"{f.ill_conditioned:.2f}, {ill} |"
         )
     return "\n".join(lines)
 
