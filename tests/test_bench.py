@@ -20,6 +20,8 @@ def figures(row: str) -> bench.Figures:
         angle=2e-7,
         orthonormality=3e-6,
         fallbacks={"factorizations": 4, "extra_pass": 1, "householder": 0, "kept": 0},
+        ill_conditioned=6.0,
+        ill_fallbacks={"factorizations": 4, "extra_pass": 2, "householder": 1, "kept": 0},
     )
 
 
@@ -36,7 +38,7 @@ def test_table():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
         *("1 x 8x8", "2.00", "3.00", "1.50", "1.00", "0.50", "2.50, 5.00"),
-        *("50%", "1,234", "1", "2e-07", "3e-06", "1"),
+        *("50%", "1,234", "1", "2e-07", "3e-06", "1", "6.00, 3"),
     ]  # fmt: skip
 
 
