@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from aro_cases import PROJECTIONS, QRS, counts_by_rung, make_batch, normal
+from test_hardening import HARDSHIPS
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import advance_momentum, compute_updates, new_fallback_counts
@@ -102,10 +103,13 @@ def run(momenta_by_step, cuts, aro: AROConfig):
     return steps, [stack.rotation for stack in processes[0].stacks], counts, meeting
 
 
-def momenta_of(shapes, dtype, steps: int = 4) -> list[list[torch.Tensor]]:
+def momenta_of(shapes, dtype, steps: int = 4, hardship=None) -> list[list[torch.Tensor]]:
+    """Of gradients of noise; what becomes of the second one's is the hardship."""
     found, momenta = [], [torch.zeros(*shape, dtype=dtype) for shape in shapes]
     for step in range(steps):
         gradients = [normal(*s, seed=step * 10 + i, dtype=dtype) for i, s in enumerate(shapes)]
+        if hardship is not None:
+            gradients[1] = hardship(gradients[1], step)
         advance_momentum(momenta, gradients, 0.95)
         found.append([momentum.clone() for momentum in momenta])
     return found
@@ -220,6 +224,23 @@ def test_a_stack_in_hardship_leaves_the_others_alone(projection: str, value: flo
         assert torch.equal(ours[0], theirs[0])
         assert not ours[1].any() and all(update.isfinite().all() for update in ours)
     assert torch.equal(rotations[1], torch.eye(8))
+
+
+@pytest.mark.parametrize("hardship", HARDSHIPS.values(), ids=HARDSHIPS.keys())
+def test_stacks_endure_what_matrices_do(hardship) -> None:
+    """Rank one, equal rows, condition 1e12, 1e38, fading rows and columns, and so on: all finite,
+    and not a bit of the other stacks' updates moves."""
+    shapes = [(8, 24), (8, 24), (8, 24)]
+    cuts = cuts_of(shapes)
+    for projection, rotation in itertools.product(PROJECTIONS, ROTATIONS):
+        aro = AROConfig(projection=projection, rotation=rotation)
+        healthy, hard = (
+            run(momenta_of(shapes, torch.float32, 5, how), cuts, aro) for how in (None, hardship)
+        )
+        for expected, found in zip(healthy[0], hard[0], strict=True):
+            assert all(update.isfinite().all() for update in found), (projection, rotation)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
+        assert all(rotation_mk.isfinite().all() for rotation_mk in hard[1])
 
 
 def test_a_singular_stack_climbs_the_ladder() -> None:
