@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -88,3 +91,12 @@ def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
     assert torch.equal(graphs.state.fallbacks, plain.state.fallbacks)
     assert plain.state.fallbacks[:, 1:].any() or qr == "scqr"  # the ladder was climbed
     assert graphs.stored.numel() and not plain.stored.numel()
+
+
+@pytest.mark.gpu
+def test_graphs_under_expandable_segments() -> None:
+    """The same with the allocator's setting that many large runs have."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "change_nothing and scqr2", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
