@@ -197,6 +197,11 @@ class AROConfig:
             and self.qr in ("scqr", "scqr2")
         )
 
+    @property
+    def replays(self) -> bool:
+        """Whether GPUs step small batches by CUDA graphs (`sharding.cost.recorded`)."""
+        return self.cuda_graphs == "small" and self.in_halves
+
     def _require(self, name: str, holds: Any, rule: str) -> None:
         value = getattr(self, name)
         try:

@@ -265,12 +265,11 @@ def of_ranks(
         momentum = figures.momentum / FP32  # elements
         float32 = FP32 * (momentum + figures.adamw)
         optimizer: float = figures.momentum + 2 * FP32 * figures.adamw + figures.rotation
+        optimizer += figures.graphs
         if args.bf16:
             optimizer += float32  # main parameters
         if args.aro_projection == "adam":
             optimizer += figures.gathered  # a second moment of its matrices, [k, n] each
-        if args.aro_cuda_graphs != "none":
-            optimizer += figures.graphs
         step: float = figures.gathered + figures.exchange + figures.workspace
         if run.gradient_bytes < FP32:
             step += float32

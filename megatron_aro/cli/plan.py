@@ -311,6 +311,7 @@ def run_settings(args: argparse.Namespace) -> Run:
         param_layout=aro.param_layout,
         gradient_bytes=4 if in_fp32 else 2,
         workspace=aro.workspace_mib << 20,
+        graphs=aro.replays,
         rates=rates_of(aro),
         column_rates=plain_rates_of(aro),
         exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],

@@ -122,7 +122,7 @@ class Stepped(Gathered):
 
 def record_small(batches: Sequence[Stepped], aro: AROConfig) -> None:
     """Have small batches replayed as CUDA graphs, on GPUs and for settings for which that goes."""
-    if aro.cuda_graphs == "none" or not all(is_recordable(x.state, aro) for x in batches):
+    if not aro.replays or not all(is_recordable(x.state, aro) for x in batches):
         return
     shapes = [(x.batch.stored[:2], x.state.rotation.shape) for x in batches]
     found, _ = recorded([(b, m, rows * columns // m) for (rows, columns), (b, m, _) in shapes])

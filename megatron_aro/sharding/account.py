@@ -59,6 +59,7 @@ class Run:
         gradient_bytes: an element of the gradient buffers.
         exchange_bytes: an element that is gathered or returned.
         workspace: bytes that stepping a batch may take; one matrix always goes.
+        graphs: whether small batches are CUDA graphs.
         rates, column_rates: of matrices with an owner, and of those stepped by columns.
     """
 
@@ -72,6 +73,7 @@ class Run:
     gradient_bytes: int = FP32
     exchange_bytes: int = FP32
     workspace: int = 2 << 30
+    graphs: bool = True
     rates: Rates = H100["fp16x3"]
     column_rates: Rates = H100["fp32"]
 
@@ -380,7 +382,7 @@ def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
         figure.rotation += count * rotation_bytes(m, n)
         figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))
         batches.setdefault((t, d), []).append((count, m, n))
-    for (t, d), of_owner in batches.items():
+    for (t, d), of_owner in batches.items() if run.graphs else ():
         _, figures[t][d].graphs = recorded(of_owner)
 
 

@@ -91,6 +91,7 @@ def held(model: list, optimizer: Any) -> dict[str, int]:
     return {"weights": weights, "gradients": gradients, "optimizer": kept}
 
 
+NO_GRAPHS = ["--aro-cuda-graphs", "none"]
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -107,13 +108,13 @@ UNTIED = "--untie-embeddings-and-output-weights"
     ids=["DP 4", "TP 2 x DP 2", "replicated", "PP 2, float32", "EP 2", "adam"],
 )
 def test_what_ranks_keep_is_what_is_predicted(pool: Pool, flags: list[str]) -> None:
-    """To the byte, rank by rank.
+    """To the byte, rank by rank; without CUDA graphs, which the CPU has none of.
 
     Megatron gives a tied output layer a bucket of its own, so that a few of AdamW's elements are on
     other ranks of the last stage than is planned: hence untied where there are stages. Only adam's
     second moments are bounded from above, by whole matrices where they are thin.
     """
-    for found, predicted in pool.run(4, hold, [*ARO, *flags, "--train-iters", "2"]):
+    for found, predicted in pool.run(4, hold, [*ARO, *flags, *NO_GRAPHS, "--train-iters", "2"]):
         if "adam" in flags:
             assert found["optimizer"] <= predicted["optimizer"] <= 1.2 * found["optimizer"]
         else:

@@ -229,8 +229,8 @@ def test_the_number_of_collectives_does_not_depend_on_the_model(
         found.append(steps)
     assert found[0] == found[1] == found[2]
     reductions = {dict(step)["all_reduce"] for step in found[0]}
-    # Largest, rows, sinkhorn, rows, sinkhorn, norms, signs; each over TP and over DP.
-    assert reductions == {2 * (1 + 1 + 5 + 1 + 5 + 1 + 1)}
+    # Largest, rows, sinkhorn, rows, sinkhorn, norms, of vectors and their signs; over TP and DP.
+    assert reductions == {2 * (1 + 1 + 5 + 1 + 5 + 1 + 2)}
 
 
 def test_exceptions_go_to_adamw(pool: Pool) -> None:

@@ -37,6 +37,12 @@ def test_small_batches_are_recorded_within_the_limit() -> None:
     assert bytes_of([many[i] for i in (*taken, len(taken))]) > RECORDED_BYTES
 
 
+def test_settings_that_no_graph_holds() -> None:
+    """Those whose step asks the device, and where none is wanted: `plan` counts no memory then."""
+    assert AROConfig().replays and not AROConfig(cuda_graphs="none").replays
+    assert not AROConfig(projection="sign").replays and not AROConfig(precision="fp32").replays
+
+
 STEPS = 8
 B = 5
 
