@@ -124,8 +124,7 @@ def record_small(batches: Sequence[Stepped], aro: AROConfig) -> None:
     """Have small batches replayed as CUDA graphs, on GPUs and for settings for which that goes."""
     if not aro.replays or not all(is_recordable(x.state, aro) for x in batches):
         return
-    shapes = [(x.batch.stored[:2], x.state.rotation.shape) for x in batches]
-    found, _ = recorded([(b, m, rows * columns // m) for (rows, columns), (b, m, _) in shapes])
+    found, _ = recorded([x.batch.shape for x in batches])
     pool = torch.cuda.graph_pool_handle() if found else None
     for i in found:
         batches[i].record(pool)

@@ -101,8 +101,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         matrices = [self._exchange.plan.sharded[i].matrix for i in batch.members]
         if matrices[0].group:
             return Members(batch, [matrix.name for matrix in matrices])
-        m, n = matrices[0].shape
-        return Stepped(batch, new_state(self.aro, len(matrices), m, n, self.device), self.aro)
+        return Stepped(batch, new_state(self.aro, *batch.shape, self.device), self.aro)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -369,9 +369,8 @@ def _grid(
 def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
     batches: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for batch in plan.batches:
-        (t, d), count = batch.owner, len(batch.members)
+        (t, d), (count, m, n) = batch.owner, batch.shape
         matrices = [plan.sharded[i].matrix for i in batch.members]
-        m, n = matrices[0].shape
         figure, shares = figures[t][d], bool(matrices[0].group)
         figure.matrices += count
         figure.flops += count * (member_work if shares else step_work)(m, n).flops
@@ -381,7 +380,7 @@ def _add_work(plan: Plan, figures: list[list[Figures]], run: Run) -> None:
             continue
         figure.rotation += count * rotation_bytes(m, n)
         figure.workspace = max(figure.workspace, count * workspace_bytes(m, n))
-        batches.setdefault((t, d), []).append((count, m, n))
+        batches.setdefault((t, d), []).append(batch.shape)
     for (t, d), of_owner in batches.items() if run.graphs else ():
         _, figures[t][d].graphs = recorded(of_owner)
 

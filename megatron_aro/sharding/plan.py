@@ -145,6 +145,12 @@ class Batch(NamedTuple):
     stored: tuple[int, int, bool]  # rows, columns, whether orientation transposes them
     members: tuple[int, ...]  # indices into the plan
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(matrices, m, n), m being the rotated side."""
+        rows, columns, transposed = self.stored
+        return (len(self.members), *((columns, rows) if transposed else (rows, columns)))
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -289,7 +289,7 @@ def oversee(args: argparse.Namespace) -> int:
             )
 
     workers = {number: start(number) for number in range(count)}
-    packed = -1
+    packed: dict[Path, int] | None = None
     while workers:
         time.sleep(0.5)
         for number, worker in list(workers.items()):
@@ -297,13 +297,10 @@ def oversee(args: argparse.Namespace) -> int:
                 del workers[number]
                 if worker.returncode == 1:
                     workers[number] = start(number)
-        paths = sorted(args.results.glob("*.json"))
-        if args.pack and len(paths) != packed:
-            packed = len(paths)
-            keep(args.pack, [json.loads(path.read_text()) for path in paths])
-    if args.pack:
-        paths = sorted(args.results.glob("*.json"))
-        keep(args.pack, [json.loads(path.read_text()) for path in paths])
+        now = {path: path.stat().st_mtime_ns for path in sorted(args.results.glob("*.json"))}
+        if args.pack and now != packed:
+            packed = now
+            keep(args.pack, [json.loads(path.read_text()) for path in now])
     done, all_runs = finished(args.results), planned(read_table(args.table))
     print(f"{len(done)} of {len(all_runs)} runs have finished.")
     for path in sorted(args.results.glob("*.json")):

@@ -106,10 +106,7 @@ def train_each(trainings: Sequence[Sequence[str]]) -> list[TrainResult]:
         return 0
 
     pretrain_gpt.main = main  # type: ignore[assignment]
-    results = [train(flags) for flags in trainings]
-    for result in results:
-        result.weights = {name: weight.cpu() for name, weight in result.weights.items()}
-    return results
+    return [train(flags) for flags in trainings]
 
 
 def full_weights(results: Sequence[TrainResult]) -> dict[str, torch.Tensor]:
@@ -142,7 +139,7 @@ def _weights(model: list) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
                 continue  # a last stage's copy of the word embeddings
             for pattern, number in renamed:
                 name = re.sub(pattern, number, name)
-            weights[name] = parameter.detach().clone()
+            weights[name] = parameter.detach().to("cpu", copy=True)
             shards[name] = _shard(parameter)
             if chunk.config.gated_linear_unit and ".experts.linear_fc1.weight" in name:
                 shards[name].stride = 2  # gate and up, of which transformer-engine says nothing

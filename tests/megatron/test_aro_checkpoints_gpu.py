@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import logical_state
 import pytest
 import torch
 import torchrun
 from aro_runs import DISTRIBUTED, same
-from logical_state import logical
+from logical_state import logical, train_watched
 from runs import TrainResult
 from test_aro_multi_gpu import MODEL, TP2
 
@@ -24,16 +23,9 @@ ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mc
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def watched(argv: list[str], iteration: int) -> TrainResult:
-    """On a rank."""
-    result = logical_state.train_watched(argv, iteration)
-    result.weights = {n: w.cpu() for n, w in result.weights.items()}
-    return result
-
-
 def train(folder: Path, ranks: int, *flags: str, iteration: int = 0) -> list[TrainResult]:
     """A run under torchrun; `inspected` is the state after so many of its own iterations."""
-    return torchrun.run(folder, ranks, watched, [*RUN, *flags], iteration)
+    return torchrun.run(folder, ranks, train_watched, [*RUN, *flags], iteration)
 
 
 def state(results: list[TrainResult]) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ import pickle, sys
 import aro_runs, runs
 argv, target = pickle.load(sys.stdin.buffer)
 result = runs.train(argv, inspect=aro_runs.optimizer_state)
-result.weights = {n: w.cpu() for n, w in result.weights.items()}
 result.inspected = {n: w.cpu() for n, w in result.inspected.items()}
 pickle.dump(result, open(target, "wb"))
 """

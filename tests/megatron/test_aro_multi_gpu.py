@@ -66,9 +66,7 @@ def memory(model: list, optimizer: Any) -> dict[str, int]:
 def measured(argv: list[str]) -> TrainResult:
     """On a rank."""
     measure_steps()
-    result = runs.train(argv, inspect=memory)
-    result.weights = {n: w.cpu() for n, w in result.weights.items()}
-    return result
+    return runs.train(argv, inspect=memory)
 
 
 def train(folder: Path, ranks: int, *flags: str) -> list[TrainResult]:

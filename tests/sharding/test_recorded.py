@@ -81,13 +81,10 @@ def steps(of: Stepped, aro: AROConfig, measured: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("qr", ["scqr2", "scqr"])
 def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
     """Updates, rotations and fall-backs, bit for bit; what a graph left is not taken for new."""
-    rows, columns, transposed = stored
-    m, n = (columns, rows) if transposed else (rows, columns)
     aro = AROConfig(qr=qr)
-    device = torch.device("cuda")
+    batch = Batch((0, 0), 0, stored, tuple(range(B)))
     plain, graphs = (
-        Stepped(Batch((0, 0), 0, stored, tuple(range(B))), new_state(aro, B, m, n, device), aro)
-        for _ in range(2)
+        Stepped(batch, new_state(aro, *batch.shape, torch.device("cuda")), aro) for _ in range(2)
     )
     record_small([graphs], aro)
     record_small([plain], replace(aro, cuda_graphs="none"))
