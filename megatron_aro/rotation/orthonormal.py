@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
+from megatron_aro.kernels import reflections
 from megatron_aro.rotation.precision import product
 from megatron_aro.rotation.scaling import to_unit_scale
 
@@ -68,13 +69,15 @@ def cholesky_pass(a_bmk: Tensor, shift: float) -> Orthonormal:
 
 def householder(a_bmk: Tensor) -> Orthonormal:
     """Exact QR: finite and orthonormal for every finite A, of any rank."""
+    usable = _finite(a_bmk)  # where the NaN is alone in its column Q does not show it
+    if reflections.covers(a_bmk) or not a_bmk.is_cuda:
+        q = reflections.orthonormal_columns(a_bmk)
+        return Orthonormal(q, ~(usable & _finite(q)))
     q = torch.linalg.qr(a_bmk).Q
-    if not q.is_cuda:
-        return Orthonormal(q, ~_finite(q))
     # cuBLAS's batched QR left |Q^T Q - I| at 0.05 to 0.2 on matrices of rank 1 (H100, CUDA 13.0).
     # Such a Q is well-conditioned, so one pass without a shift makes it orthonormal to rounding.
     q, failed = cholesky_pass(q, 0.0)
-    return Orthonormal(q, failed | ~_finite(q))
+    return Orthonormal(q, failed | ~(usable & _finite(q)))
 
 
 def _finite(q_bmk: Tensor) -> Tensor:

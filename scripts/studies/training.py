@@ -276,19 +276,21 @@ def oversee(args: argparse.Namespace) -> int:
     if args.resume and args.resume.exists():
         for result in json.loads(args.resume.read_text()):
             keep(args.results / f"{result['name']}.json", result)
-    count = torch.cuda.device_count() or 1
+    gpus = list(map(str, range(torch.cuda.device_count() or 1)))
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = visible.split(",")
     command = [sys.executable, "-W", "ignore", __file__, "--deadline", str(deadline)]
     for name in ("table", "data", "results"):
         command += [f"--{name}", str(getattr(args, name))]
 
     def start(number: int) -> subprocess.Popen:
-        own = {"CUDA_VISIBLE_DEVICES": str(number), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        own = {"CUDA_VISIBLE_DEVICES": gpus[number], "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with (args.results / f"worker{number}.err").open("a") as errors:
             return subprocess.Popen(
                 [*command, "--worker", str(number)], env={**os.environ, **own}, stderr=errors
             )
 
-    workers = {number: start(number) for number in range(count)}
+    workers = {number: start(number) for number in range(len(gpus))}
     packed: dict[Path, int] | None = None
     while workers:
         time.sleep(0.5)

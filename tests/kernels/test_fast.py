@@ -96,8 +96,11 @@ def test_is_the_step_of_float64(device, precision, shape, blocks, monkeypatch):
 @pytest.mark.parametrize("qr", ["scqr2", "scqr"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_hard_inputs(device, precision, qr, scale):
-    """Any rank, shape, zeros and scale: U is finite and has its RMS or is 0, R is orthonormal."""
+    """Any rank, shape, zeros and scale: U is finite and has its RMS or is 0, R is orthonormal: to
+    1e-3 by the default, to the spec's 1e-2 where Gram matrices have float16's 11 bits.
+    """
     config = AROConfig(precision=precision, qr=qr)
+    orthonormal = {"fp16": 1e-2, "fp16x3": 1e-3}[precision]
     for m, n in SHAPES:
         x = normal(8, m, n)
         x[0] = 0
@@ -114,7 +117,7 @@ def test_hard_inputs(device, precision, qr, scale):
             assert ((size == 0) | ((size / 0.2 - 1).abs() < 2e-3)).all()
             assert size[0] == 0 and (size[[4, 7]] > 0).all()
             assert batch.rotation.isfinite().all()
-            assert qr == "scqr" or error(batch.rotation) < 1e-3
+            assert qr == "scqr" or error(batch.rotation) < orthonormal
         assert not batch.fallbacks[:, 3].any()
 
 
@@ -136,16 +139,18 @@ def test_bad_momentum_stays_alone(device, bad):
 def test_rungs(monkeypatch):
     """A small pivot takes one more pass and no Householder; a hopeless one takes both, once.
 
-    Power -3 on 6 square matrices: the first has a pivot between the bounds (found by trial). Tall
-    ones of power -2 fail in the frame of the identity, which does not hold their range, and never
-    again in the frame that Householder made.
+    Power -2 on 6 square matrices: the smallest pivots are 0.02 and 0.07 to 0.12, with the bound
+    between. Tall ones of power -2 fail in the frame of the identity, which does not hold their
+    range, and never again in the frame that Householder made.
     """
     config = AROConfig(precision="fp16x3")
     called = []
     householder = step.householder
     monkeypatch.setattr(step, "householder", lambda a: called.append(1) or householder(a))
-    square = batch_of(graded(6, 40, 40, -3.0, 0.0).float())
-    compute_updates([square], config)
+    square = batch_of(graded(6, 40, 40, -2.0, 0.0).float())
+    with monkeypatch.context() as patch:
+        patch.setattr(fast, "SMALLEST_PIVOT", 0.04)
+        compute_updates([square], config)
     assert square.fallbacks.tolist() == [[1, 1, 0, 0]] + [[1, 0, 0, 0]] * 5
     assert not called and error(square.rotation) < 1e-3
     tall = batch_of(graded(6, 60, 30, -2.0, 0.0).float())

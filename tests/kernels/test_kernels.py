@@ -13,6 +13,7 @@ import torch
 
 from megatron_aro.kernels.cholesky import factor
 from megatron_aro.kernels.halves import LARGEST, Halves, gram, halves, product
+from megatron_aro.kernels.reflections import MOST_ROWS, orthonormal_columns
 from megatron_aro.kernels.sinkhorn import sinkhorn_scales
 from megatron_aro.kernels.support import INTERPRETED, use_triton
 
@@ -214,6 +215,41 @@ def test_products(device, b):
             assert relative(torch.tril(gram(a)), torch.tril(x.mT @ x)) < tolerance
         exact, hi = Halves(a.hi, None), a.hi.double().cpu()
         assert relative(product(exact, exact.mT), hi @ hi.mT) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_reflections(device, scale):
+    """QR's Q for matrices of full rank, an orthonormal one for all: without a row or a column, of
+    rank one, of equal columns, of columns down to 1e-30 or 1e-35. NaN stays in its matrix.
+
+    Rounding of float32 times the root of the size, and the condition for what is compared with Q.
+    """
+    for m in sizes(device):
+        for k in {1, m // 2 + 1, m}:
+            if m > MOST_ROWS:
+                continue
+            exact = normal(8, m, k)
+            exact[0] += 10 * torch.eye(m, k)
+            exact[1] = 0
+            exact[2, 0] = 0
+            exact[3, :, -1] = 0
+            exact[4] = exact[4, :, :1] @ exact[4, :1]
+            exact[5] = exact[5, :, :1]
+            exact[6] *= 10.0 ** torch.linspace(0, -30 if scale >= 1 else -5, k, dtype=exact.dtype)
+            a = (exact * scale).float()
+            a[7] = torch.nan
+            q = orthonormal_columns(a.to(device))
+            same = orthonormal_columns(a.mT.contiguous().mT.to(device))
+            assert torch.equal(q[:7], same[:7])
+            q = q[:7].double().cpu()
+            rounding = 1e-6 * m**0.5
+            assert (q.mT @ q - torch.eye(k, dtype=q.dtype)).abs().max() < rounding
+            unit = a[:7].double()
+            unit /= unit.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
+            assert torch.tril(q.mT @ unit, diagonal=-1).abs().max() < 10 * rounding
+            expected = torch.linalg.qr(exact[0]).Q
+            torch.testing.assert_close(q[0], expected, rtol=0, atol=10 * rounding)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -141,8 +141,9 @@ SHAPES = [(9, 40), (12, 12), (33, 7), (9, 9)]
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_pieces_are_stepped_as_the_whole(projection: str, rotation: str, qr: str) -> None:
-    """Updates over four steps, wide, square and thin, in float64: reassociation alone, 1e-9.
+    """Updates over four steps, wide, square and thin, in float64: reassociation alone, 1e-8.
 
+    That is rounding times A's condition, up to 1e7 here; what CPUs make of it differs by factors.
     Sign is for wide ones: of others its A is singular, and rounding decides what that leaves open.
     """
     aro = AROConfig(projection=projection, rotation=rotation, qr=qr)
@@ -152,10 +153,10 @@ def test_pieces_are_stepped_as_the_whole(projection: str, rotation: str, qr: str
     steps, rotations, counts, _ = run(momenta, cuts_of(shapes), aro)
     for ours, theirs in zip(steps, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            assert (a - b).abs().max() < 1e-9
+            assert (a - b).abs().max() < 1e-8
     for rotation_mk, batch in zip(rotations, batches, strict=True):
         if rotation != "none":
-            assert (rotation_mk - batch.rotation[0]).abs().max() < 1e-9
+            assert (rotation_mk - batch.rotation[0]).abs().max() < 1e-8
     assert counts[:, 1:].sum() == sum(batch.fallbacks[:, 1:].sum() for batch in batches)
 
 
