@@ -96,18 +96,25 @@ def test_training(tmp_path: Path) -> None:
     again = piece("two")
     assert "5 of 6 runs have finished" in again and "tiny-aro-seed1 " not in again
 
-    # AdamW's best rate has changed since a run was made: it is made again.
+    # AdamW's best rate has changed since a run was made, another was on other text: made again.
+    packed["tiny-adamw-seed2"]["corpus"] = "other"
+    (tmp_path / "mixed.json").write_text(json.dumps(list(packed.values())))
     packed["tiny-aro-seed2"]["rate"] = 1.0
     (tmp_path / "pack.json").write_text(json.dumps(list(packed.values())))
     other = piece("three")
-    assert "tiny-aro-seed2 " in other and "tiny-adamw-seed2 " not in other
+    assert "tiny-aro-seed2 " in other and "tiny-adamw-seed2 " in other
+    assert "tiny-aro-seed1 " not in other
 
-    report = [sys.executable, str(STUDIES / "training_report.py"), str(tmp_path / "pack.json")]
+    table = ["--table", str(tmp_path / "table.yaml")]
+    report = [sys.executable, str(STUDIES / "training_report.py"), *table]
+    mixed = [*report, str(tmp_path / "mixed.json"), "--out", str(tmp_path / "mixed")]
+    subprocess.run(mixed, check=True, capture_output=True)
+    assert "| adamw | 2b |" in (tmp_path / "mixed" / "README.md").read_text()  # not beside aro's 2
     log = tmp_path / "three" / "logs" / "tiny-aro-seed2.log"
     cut = tmp_path / "tiny-cut.log"
     cut.write_text(log.read_text().split("validation loss at iteration 20")[0])
-    report += ["--table", str(tmp_path / "table.yaml"), "--stopped", str(cut)]
-    subprocess.run([*report, "--out", str(tmp_path / "report")], check=True, capture_output=True)
+    report += [str(tmp_path / "pack.json"), "--out", str(tmp_path / "report")]
+    subprocess.run([*report, "--stopped", str(cut)], check=True, capture_output=True)
     said = (tmp_path / "report" / "README.md").read_text()
     assert "ARO is ahead of AdamW" in said and "runs, yet" not in said
     rows = [line.split(" | ") for line in said.splitlines() if "tiny-cut (stopped)" in line]

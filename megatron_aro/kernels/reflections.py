@@ -26,7 +26,8 @@ NOTHING = 1e-30
 def covers(a_bmk: Tensor) -> bool:
     """Whether `orthonormal_columns` is for these matrices, whatever their number is: Q of a
     matrix of low rank is arbitrary in part, and no other matrix may change it."""
-    return a_bmk.shape[1] <= MOST_ROWS and use_triton(a_bmk)
+    small = a_bmk.dtype == torch.float32 and a_bmk.shape[1] <= MOST_ROWS
+    return small and use_triton(a_bmk)
 
 
 def orthonormal_columns(a_bmk: Tensor) -> Tensor:

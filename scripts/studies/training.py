@@ -6,7 +6,8 @@ A process trains one run after another, so that Megatron and Triton start once. 
 a JSON file in FOLDER of --results; runs that are there are not repeated. No run is begun that would
 not end within --minutes. --pack FILE keeps all results in one file, rewritten after each run; such
 a file, given by --resume, counts as finished on a fresh machine. Failures are results too, with the
-reason; the next piece tries them again.
+reason; the next piece tries them again. Losses on different text cannot be compared, so a result
+says which it was trained on, by a hash, and one of other text does not count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -69,10 +71,14 @@ def planned(table: dict) -> list[Planned]:
     return found
 
 
-def finished(folder: Path) -> dict[str, dict]:
-    """Name -> result of runs that have ended well."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return {result["name"]: result for result in results if "failed" not in result}
+def finished(args: argparse.Namespace) -> dict[str, dict]:
+    """Name -> result of runs that have ended well, on the text of --data."""
+    results = [json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))]
+    return {
+        result["name"]: result
+        for result in results
+        if "failed" not in result and result.get("corpus") == args.corpus
+    }
 
 
 def best_rate(table: dict, done: dict[str, dict], model: str) -> float | None:
@@ -84,6 +90,15 @@ def best_rate(table: dict, done: dict[str, dict], model: str) -> float | None:
                 return None
             losses[run.rate] = last_validation(done[run.name])
     return min(losses, key=losses.__getitem__)
+
+
+def fingerprint(data: Path) -> str:
+    """Of the tokens of both splits."""
+    digest = hashlib.sha256()
+    for split in ("train", "valid"):
+        with (data / f"{split}.bin").open("rb") as tokens:
+            digest.update(hashlib.file_digest(tokens, "sha256").digest())
+    return digest.hexdigest()[:8]
 
 
 def last_validation(result: dict) -> float:
@@ -119,7 +134,7 @@ def seconds(table: dict, done: dict[str, dict], run: Planned) -> float:
 
 def claim(table: dict, args: argparse.Namespace) -> tuple[Planned, float] | None | bool:
     """The next run and its rate; True: nothing yet, others' sweeps go on; None: nothing more."""
-    done = finished(args.results)
+    done = finished(args)
     left = args.deadline - time.time()
     claims = args.results / "claims"
     here = {name: result for name, result in done.items() if (claims / name).exists()}
@@ -150,6 +165,7 @@ def work(args: argparse.Namespace) -> int:
         run, rate = claimed  # type: ignore[misc]
         log = args.results / "logs" / f"{run.name}.log"
         result: dict[str, Any] = {"name": run.name, **asdict(run), "rate": rate}
+        result["corpus"] = args.corpus
         began = time.time()
         try:
             cache = args.results / "cache" / str(args.worker)  # not shared: written while read
@@ -261,6 +277,7 @@ def main() -> int:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.corpus = fingerprint(args.data)
     for name in ("claims", "logs"):
         (args.results / name).mkdir(parents=True, exist_ok=True)
     return work(args) if args.worker is not None else oversee(args)
@@ -303,7 +320,7 @@ def oversee(args: argparse.Namespace) -> int:
         if args.pack and now != packed:
             packed = now
             keep(args.pack, [json.loads(path.read_text()) for path in now])
-    done, all_runs = finished(args.results), planned(read_table(args.table))
+    done, all_runs = finished(args), planned(read_table(args.table))
     print(f"{len(done)} of {len(all_runs)} runs have finished.")
     for path in sorted(args.results.glob("*.json")):
         if failed := json.loads(path.read_text()).get("failed"):
