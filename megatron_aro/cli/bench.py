@@ -262,7 +262,7 @@ def _counts(batches: list[MatrixBatch]) -> dict[str, int]:
 def _launch(batches: list[MatrixBatch], config: AROConfig) -> None:
     """`compute_updates` as far as the device sees it, where nothing climbs the ladder."""
     for batch, attempt in [(batch, attempt_rotation(batch, config)) for batch in batches]:
-        finish_update(batch, attempt, [], config)
+        finish_update(batch, attempt, config)
 
 
 def _fastest(time: dict[str, float]) -> dict[str, float]:

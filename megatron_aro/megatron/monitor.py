@@ -22,7 +22,7 @@ from megatron_aro.rotation import FALLBACK_RUNGS, MEASURES
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 
 _COLUMNS = (*MEASURES, *FALLBACK_RUNGS)
-_PHASES = ("momentum", "gather", "rotate", "update", "return", "weights")
+_PHASES = ("momentum", "gather", "rotate", "climb", "update", "return", "weights")
 # Of each rank, in ms: the phases, the step from start to end, the iteration that it ended, and the
 # step's share of that.
 _TIMES = (*_PHASES, "step", "iteration", "share")

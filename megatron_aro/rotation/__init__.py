@@ -14,12 +14,12 @@ from megatron_aro.rotation.step import (
     advance_momentum,
     apply_updates,
     attempt_rotation,
+    climb,
     compute_updates,
     finish_update,
     initial_rotation,
     is_recordable,
     new_fallback_counts,
-    read_failed,
     second_moment_shape,
 )
 
@@ -31,6 +31,7 @@ __all__ = [
     "advance_momentum",
     "apply_updates",
     "attempt_rotation",
+    "climb",
     "compute_updates",
     "finish_update",
     "initial_rotation",
@@ -38,6 +39,5 @@ __all__ = [
     "measure_after",
     "measure_before",
     "new_fallback_counts",
-    "read_failed",
     "second_moment_shape",
 ]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[T
 
     The host waits for the device once, for all batches together: every first attempt at a
     rotation is enqueued, then one read tells which matrices must climb the fall-back ladder. Where
-    some must, it waits once more for their batch before Householder is asked for any.
+    some must, it waits once more before Householder is asked for any.
     A matrix whose momentum is zero or not finite gets U = 0 and keeps its rotation bit for bit;
     one that is not finite keeps its second moment too. No element can disturb another.
 
@@ -116,11 +117,14 @@ def compute_updates(batches: Sequence[MatrixBatch], config: AROConfig) -> list[T
         ValueError: a tensor has the wrong dtype or shape, or a second moment is missing.
     """
     attempts = [attempt_rotation(batch, config) for batch in batches]
-    failed = read_failed(attempts)
+    climb(batches, attempts, config)
     return [
-        finish_update(batch, attempt, rows, config)
-        for batch, attempt, rows in zip(batches, attempts, failed, strict=True)
+        finish_update(batch, attempt, config)
+        for batch, attempt in zip(batches, attempts, strict=True)
     ]
+
+
+_Place = tuple[int, int]  # a matrix: the number of its batch, and its place there
 
 
 @dataclass
@@ -162,27 +166,40 @@ def attempt_rotation(batch: MatrixBatch, config: AROConfig) -> Attempt:
     return Attempt(frame, failed_b)
 
 
-def read_failed(attempts: Sequence[Attempt]) -> list[list[int]]:
-    """Which matrices of each batch must climb the ladder; waits for the device, once."""
+@torch.no_grad()
+def climb(batches: Sequence[MatrixBatch], attempts: Sequence[Attempt], config: AROConfig) -> None:
+    """The ladder, for the matrices whose first attempt failed; rotations in place.
+
+    Waits for the device, once for all batches, and once more where some climb by scqr2. Those of
+    a shape climb together, as many at a time as its largest batch has, for which there is memory.
+    """
     waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
-    found = []
-    for attempt in attempts:
-        failed = [] if attempt.failed_b is None else islice(flags, len(attempt.failed_b))
-        found.append([i for i, bad in enumerate(failed) if bad])
-    return found
+    shapes: dict[torch.Size, list[_Place]] = {}
+    largest: dict[torch.Size, int] = {}
+    for number, (batch, attempt) in enumerate(zip(batches, attempts, strict=True)):
+        b, shape = len(batch.momentum), batch.momentum.shape[1:]
+        rows = range(0 if attempt.failed_b is None else b)
+        shapes.setdefault(shape, []).extend((number, row) for row in rows if next(flags))
+        largest[shape] = max(b, largest.get(shape, 0))
+    parts = [
+        failed[i : i + largest[shape]]
+        for shape, failed in shapes.items()
+        for i in range(0, len(failed), largest[shape])
+    ]
+    again = partial(_again, batches, attempts)
+    if parts and config.qr == "scqr2":
+        answers = [again(part, partial(_extra_pass, config=config), last=False) for part in parts]
+        flags = iter(torch.cat(answers).tolist())
+        parts = [[place for place in part if next(flags)] for part in parts]
+    for part in filter(None, parts):
+        again(part, partial(_householder, config=config), last=True)
 
 
 @torch.no_grad()
-def finish_update(
-    batch: MatrixBatch, attempt: Attempt, failed: list[int], config: AROConfig
-) -> Tensor:
-    """The ladder for the matrices that `read_failed` named, then steps 4 and 5; U [b, m, n]."""
+def finish_update(batch: MatrixBatch, attempt: Attempt, config: AROConfig) -> Tensor:
+    """Steps 4 and 5, after `climb`; U [b, m, n]."""
     with _own_precision(batch):
-        if failed and config.qr == "scqr2":
-            failed = _climb(batch, attempt.frame, failed, config)
-        if failed:
-            _to_the_end(batch, attempt.frame, failed, config)
         if fast.covers(config, batch.momentum):
             return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
@@ -225,12 +242,10 @@ class _Frame:
     def __getitem__(self, index: Tensor) -> _Frame:
         return _Frame(self.scale[index], self.finite[index], self.active[index])
 
-
-def _climb(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> list[int]:
-    """One more pass for these matrices; which of them need more. Waits for the device."""
-    index, failed_b = _again(batch, frame, rows, partial(_extra_pass, config=config))
-    batch.fallbacks[index, 1] += (~failed_b).long()
-    return [row for row, failed in zip(rows, failed_b.tolist(), strict=True) if failed]
+    @classmethod
+    def join(cls, frames: list[_Frame]) -> _Frame:
+        fields = zip(*((frame.scale, frame.finite, frame.active) for frame in frames), strict=True)
+        return cls(*map(torch.cat, fields))
 
 
 def _extra_pass(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonormal:
@@ -242,29 +257,37 @@ def _extra_pass(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonor
     return extra_pass(_look_ahead(part, frame, config), config)
 
 
-def _to_the_end(batch: MatrixBatch, frame: _Frame, rows: list[int], config: AROConfig) -> None:
-    """Householder's answer for these matrices."""
-    index, failed_b = _again(
-        batch, frame, rows, lambda part, of: householder(_look_ahead(part, of, config))
-    )
-    batch.fallbacks[index, 2] += 1
-    batch.fallbacks[index, 3] += failed_b.long()
+def _householder(part: MatrixBatch, frame: _Frame, config: AROConfig) -> Orthonormal:
+    return householder(_look_ahead(part, frame, config))
 
 
 def _again(
-    batch: MatrixBatch,
-    frame: _Frame,
-    rows: list[int],
+    batches: Sequence[MatrixBatch],
+    attempts: Sequence[Attempt],
+    places: list[_Place],
     orthonormalize: Callable[[MatrixBatch, _Frame], Orthonormal],
-) -> tuple[Tensor, Tensor]:
-    """Another answer for these matrices alone: their indices, and which it failed for."""
-    # Not a blocking copy: a small one is staged before the call returns.
-    index = torch.tensor(rows).to(batch.rotation.device, non_blocking=True)
-    part, frame = _select(batch, index), frame[index]
-    q, failed_b = orthonormalize(part, frame)
+    last: bool,
+) -> Tensor:
+    """Another answer for these matrices, of one shape; which of them it failed for, [places]."""
+    pieces = []
+    for number, of in groupby(places, key=itemgetter(0)):
+        # Not a blocking copy: a small one is staged before the call returns.
+        index = torch.tensor([row for _, row in of])
+        index = index.to(batches[number].rotation.device, non_blocking=True)
+        pieces.append((batches[number], attempts[number].frame, index))
+    part = _join([_select(batch, index) for batch, _, index in pieces])
+    frame = _Frame.join([frame[index] for _, frame, index in pieces])
+    with _own_precision(part):
+        q, failed_b = orthonormalize(part, frame)
     _keep_or_replace(part, frame, q, failed_b)
-    batch.rotation[index] = part.rotation
-    return index, failed_b
+    sizes = [len(index) for _, _, index in pieces]
+    for (batch, _, index), rotation, failed in zip(
+        pieces, part.rotation.split(sizes), failed_b.split(sizes), strict=True
+    ):
+        batch.rotation[index] = rotation
+        batch.fallbacks[index, 2 if last else 1] += 1
+        batch.fallbacks[index, 3 if last else 1] += failed.long() * (1 if last else -1)
+    return failed_b
 
 
 def _keep_or_replace(batch: MatrixBatch, frame: _Frame, q: Tensor, failed_b: Tensor) -> None:
@@ -279,6 +302,16 @@ def _select(batch: MatrixBatch, index: Tensor) -> MatrixBatch:
         batch.rotation[index],
         batch.fallbacks[index],
         None if v is None else v[index],
+    )
+
+
+def _join(parts: list[MatrixBatch]) -> MatrixBatch:
+    moments = [part.second_moment for part in parts if part.second_moment is not None]
+    return MatrixBatch(
+        torch.cat([part.momentum for part in parts]),
+        torch.cat([part.rotation for part in parts]),
+        torch.cat([part.fallbacks for part in parts]),
+        torch.cat(moments) if moments else None,
     )
 
 

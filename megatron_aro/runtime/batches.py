@@ -71,7 +71,6 @@ class Stepped(Gathered):
     """A batch, what is kept for it from step to step, and where it is in the current one."""
 
     attempt: Attempt
-    failed: list[int]
     _keeps = False
 
     def __init__(self, batch: Batch, state: MatrixBatch, aro: AROConfig):
@@ -98,8 +97,8 @@ class Stepped(Gathered):
         self.attempt = self._attempt()
 
     def finish(self) -> None:
-        """The updates, in place of the momenta; `failed` climb the ladder first."""
-        if self.failed or self.measures is not None:
+        """The updates, in place of the momenta."""
+        if self.measures is not None:
             self._replaced()
         else:
             self._replace()
@@ -114,7 +113,7 @@ class Stepped(Gathered):
         return attempt_rotation(self.state, self._aro)
 
     def _replaced(self) -> Tensor:
-        update = finish_update(self.state, self.attempt, self.failed, self._aro)
+        update = finish_update(self.state, self.attempt, self._aro)
         if self.measures is not None:
             measure_after(self.measures, self.state, update, self.sample)
         return self.state.momentum.copy_(update)

@@ -19,9 +19,9 @@ from megatron_aro.rotation import (
     advance_momentum,
     apply_updates,
     attempt_rotation,
+    climb,
     finish_update,
     measure_before,
-    read_failed,
 )
 from megatron_aro.runtime.batches import Gathered, Members, Stepped, new_state, record_small
 from megatron_aro.runtime.columns import Columns
@@ -117,10 +117,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 optimizer._start()
             if self._sharing is not None:
                 self._step_shared(self._sharing)
-            failed = iter(read_failed([x.attempt for o in self.together for x in o._stepped()]))
-            for optimizer in self.together:
-                for stepped in optimizer._stepped():
-                    stepped.failed = next(failed)
+            started = [x for optimizer in self.together for x in optimizer._stepped()]
+            with self.phases("climb"):
+                climb([x.state for x in started], [x.attempt for x in started], self.aro)
         self._finish()
 
     def _step_shared(self, sharing: Sharing) -> None:
@@ -280,8 +279,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for stepped in (x for x in chunk if isinstance(x, Stepped)):
                 for _ in range(sweeps):
                     attempt = attempt_rotation(stepped.state, self.aro)
-                    (failed,) = read_failed([attempt])
-                    finish_update(stepped.state, attempt, failed, self.aro)
+                    climb([stepped.state], [attempt], self.aro)
+                    finish_update(stepped.state, attempt, self.aro)
                 stepped.release()
         if self.columns is not None:
             self.columns.align(momenta, sweeps)

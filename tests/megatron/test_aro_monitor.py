@@ -87,7 +87,16 @@ def test_what_is_written_and_when(pool: Pool, tmp_path: Path) -> None:
             assert 0 < scalars[f"aro-objective/{group}"] <= 1
             assert scalars[f"aro-objective-ratio/{group}"] == pytest.approx(1.0, abs=0.2)
             assert scalars[f"aro-fallbacks/{group}"] >= 0
-        for phase in ("momentum", "gather", "rotate", "update", "return", "weights", "step"):
+        for phase in (
+            "momentum",
+            "gather",
+            "rotate",
+            "climb",
+            "update",
+            "return",
+            "weights",
+            "step",
+        ):
             mean, slowest = (scalars[f"aro-time{x}/{phase}-ms"] for x in ("-mean", ""))
             assert 0 < mean <= slowest
         assert f"> ARO at iteration {iteration}:" in ranks[1].stdout

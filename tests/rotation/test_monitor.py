@@ -16,11 +16,11 @@ from megatron_aro.rotation import (
     MatrixBatch,
     advance_momentum,
     attempt_rotation,
+    climb,
     compute_updates,
     finish_update,
     measure_after,
     measure_before,
-    read_failed,
 )
 
 SHAPES = [(12, 40), (40, 12), (16, 16)]
@@ -30,8 +30,8 @@ def measured(batch: MatrixBatch, config: AROConfig, sample: list[int]) -> dict[s
     """A step of the batch with measures on the way."""
     measures = measure_before(batch, sample, config)
     attempt = attempt_rotation(batch, config)
-    (failed,) = read_failed([attempt])
-    update = finish_update(batch, attempt, failed, config)
+    climb([batch], [attempt], config)
+    update = finish_update(batch, attempt, config)
     measure_after(measures, batch, update, sample)
     return dict(zip(MEASURES, measures.double().T.numpy(), strict=True))
 
@@ -101,8 +101,8 @@ def test_measuring_changes_no_bit_of_the_step(projection, rotation):
     (update,) = compute_updates([plain], config)
     measures = measure_before(watched, [0, 2], config)
     attempt = attempt_rotation(watched, config)
-    (failed,) = read_failed([attempt])
-    other = finish_update(watched, attempt, failed, config)
+    climb([watched], [attempt], config)
+    other = finish_update(watched, attempt, config)
     measure_after(measures, watched, other, [0, 2])
     assert torch.equal(update, other)
     for name in ("momentum", "rotation", "fallbacks", "second_moment"):
@@ -156,7 +156,7 @@ def test_nothing_waits_for_a_ladder(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
     measures = measure_before(batch, [0, 3, 5], config)
     attempt = attempt_rotation(batch, config)
-    update = finish_update(batch, attempt, [], config)
+    update = finish_update(batch, attempt, config)
     measure_after(measures, batch, update, [0, 3, 5])
 
 
@@ -172,7 +172,7 @@ def test_on_a_gpu_nothing_waits_and_the_values_are_the_cpus():
         try:
             measures = measure_before(batch, [0], config)
             attempt = attempt_rotation(batch, config)
-            update = finish_update(batch, attempt, [], config)
+            update = finish_update(batch, attempt, config)
             measure_after(measures, batch, update, [0])
         finally:
             torch.cuda.set_sync_debug_mode("default")

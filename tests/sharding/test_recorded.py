@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import measure_before, read_failed
+from megatron_aro.rotation import climb, measure_before
 from megatron_aro.runtime.batches import Stepped, new_state, record_small
 from megatron_aro.sharding.cost import FP32, RECORDED_BYTES, recorded, workspace_bytes
 from megatron_aro.sharding.plan import Batch
@@ -69,7 +69,7 @@ def steps(of: Stepped, aro: AROConfig, measured: int) -> list[torch.Tensor]:
         of.momentum.copy_(momenta(of.momentum.shape, step))
         of.measures = measure_before(of.state, of.sample, aro) if step == measured else None
         of.start()
-        (of.failed,) = read_failed([of.attempt])
+        climb([of.state], [of.attempt], aro)
         of.finish()
         found.append(of.momentum.clone())
         of.release()
