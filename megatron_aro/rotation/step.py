@@ -175,17 +175,17 @@ def climb(batches: Sequence[MatrixBatch], attempts: Sequence[Attempt], config: A
     """
     waiting = [attempt.failed_b for attempt in attempts if attempt.failed_b is not None]
     flags = iter(torch.cat(waiting).tolist() if waiting else [])
-    shapes: dict[torch.Size, list[_Place]] = {}
-    largest: dict[torch.Size, int] = {}
+    kinds: dict[tuple, list[_Place]] = {}
+    largest: dict[tuple, int] = {}
     for number, (batch, attempt) in enumerate(zip(batches, attempts, strict=True)):
-        b, shape = len(batch.momentum), batch.momentum.shape[1:]
+        b, kind = len(batch.momentum), (batch.momentum.dtype, batch.momentum.shape[1:])
         rows = range(0 if attempt.failed_b is None else b)
-        shapes.setdefault(shape, []).extend((number, row) for row in rows if next(flags))
-        largest[shape] = max(b, largest.get(shape, 0))
+        kinds.setdefault(kind, []).extend((number, row) for row in rows if next(flags))
+        largest[kind] = max(b, largest.get(kind, 0))
     parts = [
-        failed[i : i + largest[shape]]
-        for shape, failed in shapes.items()
-        for i in range(0, len(failed), largest[shape])
+        failed[i : i + largest[kind]]
+        for kind, failed in kinds.items()
+        for i in range(0, len(failed), largest[kind])
     ]
     again = partial(_again, batches, attempts)
     if parts and config.qr == "scqr2":

@@ -265,8 +265,8 @@ def test_statistics_of_a_group() -> None:
 def test_statistics_of_times() -> None:
     """The slowest rank and the mean; what no rank knows is not written, and the log says so."""
     nothing = -math.inf
-    ranks = torch.full((2, 9), nothing, dtype=torch.float64)
-    ranks[:, 2], ranks[:, 6] = torch.tensor([4.0, 6.0]), torch.tensor([10.0, 14.0])
+    ranks = torch.full((2, 10), nothing, dtype=torch.float64)
+    ranks[:, 2], ranks[:, 7] = torch.tensor([4.0, 6.0]), torch.tensor([10.0, 14.0])
     scalars = time_scalars(ranks)
     assert scalars == {
         "aro-time/rotate-ms": 6.0,
@@ -275,5 +275,5 @@ def test_statistics_of_times() -> None:
         "aro-time-mean/step-ms": 12.0,
     }
     assert table(7, scalars)[-1] == "    step of the slowest rank 14.00 ms: rotate 6.00"
-    ranks[:, 8] = 0.25
+    ranks[:, 9] = 0.25
     assert "14.00 ms, 25.0% of the iteration: " in table(7, time_scalars(ranks))[-1]
