@@ -285,8 +285,11 @@ def _again(
         pieces, part.rotation.split(sizes), failed_b.split(sizes), strict=True
     ):
         batch.rotation[index] = rotation
-        batch.fallbacks[index, 2 if last else 1] += 1
-        batch.fallbacks[index, 3 if last else 1] += failed.long() * (1 if last else -1)
+        if last:
+            batch.fallbacks[index, 2] += 1
+            batch.fallbacks[index, 3] += failed.long()
+        else:
+            batch.fallbacks[index, 1] += (~failed).long()
     return failed_b
 
 
