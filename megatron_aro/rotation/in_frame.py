@@ -1,12 +1,13 @@
 """The new rotation from within the old frame: QR without squaring the condition of A.
 
 For square R the spec's A = M f(X)^T, with X = R^T M and f(X) = P X Q (P, Q diagonal, positive), is
-A = R S P with S = X Q X^T symmetric. QR does not see positive scales of columns nor upper
-triangular factors from the right, so with S = L L^T and N = L diag(L)^-1, unit lower triangular,
-the rotation that A asks for is orth(R S) = orth(R L) = orth(R N). S has the condition of A, not its
-square. N has the root of that at most, and less in practice: R sorts the rows of X by size, and
-grading cancels in N. On momenta of real runs cond(A) was 1e2 to 1e13, beyond what Cholesky QR of A
-resolves in float32 in any number of passes, and cond(N) 2 to 230, for which one pass does.
+A = R S P with S = X Q X^T symmetric; rownorm has Q = I, and eigen's A = M X^T has P = I too. QR
+does not see positive scales of columns nor upper triangular factors from the right, so with
+S = L L^T and N = L diag(L)^-1, unit lower triangular, the rotation that A asks for is
+orth(R S) = orth(R L) = orth(R N). S has the condition of A, not its square. N has the root of that
+at most, and less in practice: R sorts the rows of X by size, and grading cancels in N. On momenta
+of real runs (Sinkhorn) cond(A) was 1e2 to 1e13, beyond what Cholesky QR of A resolves in float32 in
+any number of passes, and cond(N) 2 to 230, for which one pass does.
 
 Shapes: b matrices, m rows, n >= m columns; R and S are [b, m, m], X is [b, m, n].
 """
@@ -28,9 +29,9 @@ SHIFT = 1e-6
 
 def covers(config: AROConfig, r_bmk: Tensor) -> bool:
     """Whether `attempt` answers for these settings; float64 resolves enough without it."""
+    scales = config.rotation == "aro" and config.projection in ("sinkhorn", "rownorm")
     return (
-        config.projection == "sinkhorn"
-        and config.rotation == "aro"
+        (scales or config.rotation == "eigen")
         and config.qr == "scqr2"
         and r_bmk.dtype == torch.float32
         and r_bmk.shape[1] == r_bmk.shape[2]
@@ -42,9 +43,11 @@ def attempt(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:
 
     A row of X that is zero leaves its column of R in place, as far as the others let it.
     """
-    x_bmn = zero_small_columns(x_bmn)
-    _, q2 = sinkhorn_scales(x_bmn, config.sinkhorn_iters)
-    x_bmn *= q2.sqrt().sqrt()
+    if config.rotation == "aro":
+        x_bmn = zero_small_columns(x_bmn)
+        if config.projection == "sinkhorn":
+            _, q2 = sinkhorn_scales(x_bmn, config.sinkhorn_iters)
+            x_bmn *= q2.sqrt().sqrt()
     norms_bm1 = torch.linalg.vector_norm(x_bmn, dim=2, keepdim=True)
     x_bmn *= reciprocal_or_zero(norms_bm1)
     return from_gram(r_bmm, x_bmn @ x_bmn.mT, norms_bm1, config)

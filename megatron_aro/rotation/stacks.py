@@ -15,6 +15,7 @@ the columns, M [m, n_i]; X and Y are R^T M [k, n_i]. Row sums are [k, 1].
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -307,7 +308,7 @@ def _project(
     """f and the second moments that result, as `projections.project` without its zero rule.
 
     Args:
-        without_rows: stacks for which sinkhorn is to scale columns alone, by Q and not by P.
+        without_rows: stacks for which columns alone are to be scaled, by sinkhorn's Q and not by P.
     """
     none: list[list[Tensor]] = [[] for _ in stacks]
     if config.projection == "sign":
@@ -318,6 +319,8 @@ def _project(
             for stack, x in zip(stacks, xs, strict=True)
         ]
         rows = [reciprocal_or_zero(row2).sqrt() for row2 in total(sums, "sum")]
+        for i in itertools.compress(range(len(rows)), without_rows):
+            rows[i] = torch.ones_like(rows[i])
         return [[x_kn * row for x_kn in x] for x, row in zip(xs, rows, strict=True)], none
     if config.projection == "sinkhorn":
         ps, qs = _sinkhorn_scales(stacks, xs, config, total)

@@ -8,7 +8,7 @@ from megatron_aro.config import AROConfig
 from megatron_aro.rotation import compute_updates
 from megatron_aro.rotation.in_frame import attempt
 from megatron_aro.rotation.orthonormal import first_attempt, householder
-from megatron_aro.rotation.projections import sinkhorn
+from megatron_aro.rotation.projections import rownorm, sinkhorn
 
 
 def frame_and_momentum(grading: float, m: int = 48, n: int = 64) -> tuple[torch.Tensor, ...]:
@@ -18,8 +18,10 @@ def frame_and_momentum(grading: float, m: int = 48, n: int = 64) -> tuple[torch.
     return r, r @ (rows[:, None] * normal(3, m, n, dtype=torch.float64))
 
 
-def spec_a(r: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    return m @ sinkhorn(r.mT @ m, 5).mT
+def spec_a(r: torch.Tensor, m: torch.Tensor, config: AROConfig) -> torch.Tensor:
+    f = {"sinkhorn": lambda x: sinkhorn(x, 5), "rownorm": rownorm}[config.projection]
+    x = r.mT @ m
+    return m @ (x if config.rotation == "eigen" else f(x)).mT
 
 
 def same_columns(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -28,15 +30,18 @@ def same_columns(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("grading", [1.0, 1e-3, 1e-6])
-def test_it_is_qr_of_a_where_scqr2_cannot_be(grading: float) -> None:
+@pytest.mark.parametrize(
+    "config", [AROConfig(), AROConfig(projection="rownorm"), AROConfig(rotation="eigen")]
+)
+def test_it_is_qr_of_a_where_scqr2_cannot_be(grading: float, config: AROConfig) -> None:
     """Columns are float64 Householder's up to sign, to 1e-4; R is orthonormal to 1e-3.
 
     With rows that fall to 1e-6, cond(A) is 1e6 and more and its square is beyond float32: scqr2
     fails.
     """
     r, m = frame_and_momentum(grading)
-    a = spec_a(r, m)
-    q, failed = attempt(r.float(), (r.mT @ m).float(), AROConfig())
+    a = spec_a(r, m, config)
+    q, failed = attempt(r.float(), (r.mT @ m).float(), config)
     assert not failed.any()
     assert (q.mT @ q - torch.eye(48)).abs().max() < 1e-3
     assert same_columns(q, householder(a).q_bmk) < 1e-4
@@ -54,9 +59,13 @@ def test_rows_of_zeros_leave_their_columns() -> None:
     assert same_columns(q[:, :, 40:], r[:, :, 40:]) < 1e-5
 
 
-def test_nothing_climbs_in_steady_state() -> None:
+@pytest.mark.parametrize(
+    ("projection", "rotation"),
+    [("sinkhorn", "aro"), ("rownorm", "aro"), ("sinkhorn", "eigen"), ("sign", "eigen")],
+)
+def test_nothing_climbs_in_steady_state(projection: str, rotation: str) -> None:
     """Momenta of rank 8 with noise of 1e-4, 30 steps: all climbing is in the first five."""
-    config = AROConfig()
+    config = AROConfig(projection=projection, rotation=rotation)
     basis = normal(2, 32, 8) @ normal(2, 8, 32, seed=1)
     batch = make_batch(torch.zeros(2, 32, 32), config)
     climbed = []

@@ -160,9 +160,12 @@ def test_pieces_are_stepped_as_the_whole(projection: str, rotation: str, qr: str
     assert counts[:, 1:].sum() == sum(batch.fallbacks[:, 1:].sum() for batch in batches)
 
 
-def test_square_stacks_turn_within_the_frame_in_float32() -> None:
+@pytest.mark.parametrize(
+    ("projection", "rotation"), [("sinkhorn", "aro"), ("rownorm", "aro"), ("sinkhorn", "eigen")]
+)
+def test_square_stacks_turn_within_the_frame_in_float32(projection: str, rotation: str) -> None:
     """Rows that fall to 1e-4, where scqr2 of A fails: as float64 has it, to 1 - cos of 1e-5."""
-    aro = AROConfig(precision="fp32")
+    aro = AROConfig(precision="fp32", projection=projection, rotation=rotation)
     rows = torch.logspace(0, -4, 24, dtype=torch.float64)[:, None]
     momenta = [[rows * m for m in of_step] for of_step in momenta_of([(24, 96)], torch.float64)]
     expected, _ = whole(momenta, aro)
