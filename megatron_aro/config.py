@@ -57,7 +57,8 @@ class AROConfig:
     qr: Orthonormalizer = _setting(
         "scqr2",
         "Orthonormalisation: scqr2 is QR by Cholesky, in two passes or, for square rotations with "
-        "sinkhorn, rownorm or eigen, from within the old frame; scqr is the paper's single pass, qr Householder.",
+        "sinkhorn, rownorm or eigen, from within the old frame; scqr is the paper's single pass, "
+        "qr Householder.",
         Orthonormalizer,
     )
     orientation: Orientation = _setting(
