@@ -24,8 +24,8 @@ NOTHING = 1e-30
 
 
 def covers(a_bmk: Tensor) -> bool:
-    """Whether `orthonormal_columns` is for these matrices, whatever their number is: Q of a
-    matrix of low rank is arbitrary in part, and no other matrix may change it."""
+    """Whether the kernel takes these matrices, whatever their number is: Q of a matrix of low rank
+    is arbitrary in part, and no other matrix may change it."""
     small = a_bmk.dtype == torch.float32 and a_bmk.shape[1] <= MOST_ROWS
     return small and use_triton(a_bmk)
 
@@ -34,10 +34,10 @@ def orthonormal_columns(a_bmk: Tensor) -> Tensor:
     """Q of A = Q R, of any rank; NaN and Inf stay in their matrix.
 
     Args:
-        a_bmk: float32 (float64 too, by the twin), any strides; products are as exact as the
-            caller's setting of TF32.
+        a_bmk: any strides; what `covers` leaves out (float64, say) is the library's. Products are
+            as exact as the caller's setting of TF32.
     """
-    if not use_triton(a_bmk):
+    if not covers(a_bmk):
         return torch.linalg.qr(a_bmk).Q
     b, m, k = a_bmk.shape
     largest = a_bmk.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(a_bmk.dtype).tiny)

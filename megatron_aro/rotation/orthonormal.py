@@ -70,14 +70,14 @@ def cholesky_pass(a_bmk: Tensor, shift: float) -> Orthonormal:
 def householder(a_bmk: Tensor) -> Orthonormal:
     """Exact QR: finite and orthonormal for every finite A, of any rank."""
     usable = _finite(a_bmk)  # where the NaN is alone in its column Q does not show it
-    if reflections.covers(a_bmk) or not a_bmk.is_cuda:
-        q = reflections.orthonormal_columns(a_bmk)
-        return Orthonormal(q, ~(usable & _finite(q)))
-    q = torch.linalg.qr(a_bmk).Q
-    # cuBLAS's batched QR left |Q^T Q - I| at 0.05 to 0.2 on matrices of rank 1 (H100, CUDA 13.0).
-    # Such a Q is well-conditioned, so one pass without a shift makes it orthonormal to rounding.
-    q, failed = cholesky_pass(q, 0.0)
-    return Orthonormal(q, failed | ~(usable & _finite(q)))
+    q = reflections.orthonormal_columns(a_bmk)
+    if q.is_cuda and not reflections.covers(a_bmk):
+        # cuBLAS's batched QR left |Q^T Q - I| at 0.05 to 0.2 on matrices of rank 1 (H100, CUDA
+        # 13.0). Such a Q is well-conditioned, so one pass without a shift makes it orthonormal to
+        # rounding.
+        q, failed = cholesky_pass(q, 0.0)
+        usable &= ~failed
+    return Orthonormal(q, ~(usable & _finite(q)))
 
 
 def _finite(q_bmk: Tensor) -> Tensor:

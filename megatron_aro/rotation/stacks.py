@@ -15,7 +15,6 @@ the columns, M [m, n_i]; X and Y are R^T M [k, n_i]. Row sums are [k, 1].
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -319,9 +318,10 @@ def _project(
             for stack, x in zip(stacks, xs, strict=True)
         ]
         rows = [reciprocal_or_zero(row2).sqrt() for row2 in total(sums, "sum")]
-        for i in itertools.compress(range(len(rows)), without_rows):
-            rows[i] = torch.ones_like(rows[i])
-        return [[x_kn * row for x_kn in x] for x, row in zip(xs, rows, strict=True)], none
+        return [
+            x if any(without_rows[i : i + 1]) else [x_kn * row for x_kn in x]
+            for i, (x, row) in enumerate(zip(xs, rows, strict=True))
+        ], none
     if config.projection == "sinkhorn":
         ps, qs = _sinkhorn_scales(stacks, xs, config, total)
         fs = []

@@ -127,9 +127,7 @@ def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[
         own = comparison.points[name][-1].speedup
         for run in comparison.runs:
             speedup = comparison.points[run.name][-1].speedup
-            found[run.name, baseline] = (
-                "not reached" if None in (speedup, own) else f"{speedup / own:.3f}"
-            )
+            found[run.name, baseline] = "not reached" if speedup is None else f"{speedup / own:.3f}"
         shown = [run for run in of if run.name.removesuffix(f"-{seed}") in SHOWN]
         most = max(most, shown, key=len)
     if figure and most:

@@ -143,7 +143,7 @@ SHAPES = [(9, 40), (12, 12), (33, 7), (9, 9)]
 def test_pieces_are_stepped_as_the_whole(projection: str, rotation: str, qr: str) -> None:
     """Updates over four steps, wide, square and thin, in float64: reassociation alone, 1e-8.
 
-    That is rounding times A's condition, up to 1e7 here; what CPUs make of it differs by factors.
+    That is rounding times A's condition, of which CPUs make less than 1e-9 or 2e-9.
     Sign is for wide ones: of others its A is singular, and rounding decides what that leaves open.
     """
     aro = AROConfig(projection=projection, rotation=rotation, qr=qr)
