@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_aro.kernels.flags import announce, wait
-from megatron_aro.kernels.halves import add_product, halves
+from megatron_aro.kernels.halves import halves
+from megatron_aro.kernels.products import add_product
 from megatron_aro.kernels.support import require_contiguous, tl, triton, use_triton
 
 TILE, CHUNK, WARPS = 32, 16, 1
@@ -79,7 +80,7 @@ def factor(
         if rest.start < k:  # what these columns take from the rest, in products
             root = squares_bk[:, rest].sqrt()
             lower, _ = halves(l_bkk[:, rest, block], split=True, rows_br=root)
-            add_product(s_bkk[:, rest, rest], lower, lower.mT, -1.0)
+            add_product(s_bkk[:, rest, rest], lower, lower.mT, -1.0, "symmetric")
     return Factor(l_bkk, w_bkk if inverse else None, blocks, pivots.amin(dim=1))
 
 

@@ -1,9 +1,9 @@
-"""float32 matrices as one or two float16 ones, and their products at the rate of the latter.
+"""float32 matrices as one or two float16 ones, for products at the rate of the latter.
 
 float16 has TF32's 11 bits at twice its rate; what it lacks is range, which exact powers of two or
 the scales of rows and columns that a step needs anyway supply: after them an entry 2^-24 of the
 largest still has its 11 bits. ``hi + lo`` has 22 bits, and three products of halves (all but
-lo x lo) are as good as a float32 one at several times its rate. All sums are float32.
+lo x lo) are as good as a float32 one at several times its rate: `products`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megatron_aro.kernels.support import tl, triton, use_triton
 
 LARGEST = 65504.0  # float16's
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
-LONGEST = 1024  # sum on tensor cores where rounding matters
 
 
 class Halves(NamedTuple):
@@ -105,53 +104,6 @@ def _halves_twin(
     kept = hi.float() if lo is None else hi.float() + lo.float()
     dims = {"rows": [2], "columns": [1], "all": [1, 2]}[squares]
     return Halves(hi, lo), kept.square().sum(dim=dims)
-
-
-def product(a: Halves, b: Halves, alpha: float = 1.0) -> Tensor:
-    """``alpha * a @ b`` in float32: one product of halves, or all but lo x lo."""
-    out = torch.empty(*a.hi.shape[:2], b.hi.shape[2], dtype=torch.float32, device=a.hi.device)
-    set_product(out, a, b, alpha)
-    return out
-
-
-def set_product(out: Tensor, a: Halves, b: Halves, alpha: float = 1.0) -> None:
-    """``out = alpha * a @ b``, whatever it held; its rows may lie apart."""
-    _mm(out, a.hi, b.hi, 0.0, alpha)
-    _add_low(out, a, b, alpha)
-
-
-def add_product(out: Tensor, a: Halves, b: Halves, alpha: float = 1.0) -> None:
-    """``out += alpha * a @ b``."""
-    _mm(out, a.hi, b.hi, 1.0, alpha)
-    _add_low(out, a, b, alpha)
-
-
-def gram(a: Halves) -> Tensor:
-    """``a^T a``; tensor cores truncate, so the sum of many squares is cut."""
-    k = a.hi.shape[2]
-    out = torch.empty(len(a.hi), k, k, dtype=torch.float32, device=a.hi.device)
-    for start in range(0, a.hi.shape[1], LONGEST):
-        part = a.hi[:, start : start + LONGEST]
-        _mm(out, part.mT, part, float(start > 0), 1.0)
-    _add_low(out, a.mT, a, 1.0)
-    return out
-
-
-def _add_low(out: Tensor, a: Halves, b: Halves, alpha: float) -> None:
-    if b.lo is not None:
-        _mm(out, a.hi, b.lo, 1.0, alpha)
-    if a.lo is not None:
-        _mm(out, a.lo, b.hi, 1.0, alpha)
-
-
-def _mm(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """``out = beta * out + alpha * a @ b``."""
-    if not a.is_cuda:
-        torch.baddbmm(out, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
-    elif len(a) == 1:
-        torch.addmm(out[0], a[0], b[0], out_dtype=torch.float32, beta=beta, alpha=alpha, out=out[0])
-    else:
-        torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
 
 
 @triton.jit

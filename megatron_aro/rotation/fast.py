@@ -20,14 +20,8 @@ from torch import Tensor
 
 from megatron_aro.config import AROConfig
 from megatron_aro.kernels.cholesky import Factor, factor
-from megatron_aro.kernels.halves import (
-    Halves,
-    add_product,
-    gram,
-    halves,
-    product,
-    set_product,
-)
+from megatron_aro.kernels.halves import Halves, halves
+from megatron_aro.kernels.products import add_product, gram, product, set_product
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.in_frame import SHIFT
 from megatron_aro.rotation.orthonormal import Orthonormal
@@ -130,7 +124,7 @@ def _from_frame(
     r: Halves, z: Halves, squares_bk: Tensor, scales: Scales, split: bool
 ) -> tuple[Halves, Tensor | None]:
     """R N, [b, m, m], and the sums of squares of its columns."""
-    s = product(z, z.mT)
+    s = product(z, z.mT, form="symmetric")
     lower = factor(s, squares_bk, _constant(SHIFT, squares_bk), inverse=False).l_bkk
     # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
     pd = scales.p_root * _root_inverse(squares_bk)
@@ -139,7 +133,7 @@ def _from_frame(
         columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
     )  # fmt: skip
     del lower
-    return halves(product(r, n, 4.0 / RANGE), split=split, squares="columns")
+    return halves(product(r, n, 4.0 / RANGE, "lower"), split=split, squares="columns")
 
 
 def _from_momentum(
@@ -178,7 +172,7 @@ def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
     for j in of.blocks:
         w, _ = halves(of.w_bkk[:, j, j], split=split, columns_bc=d[:, j], factor=RANGE, lower=True)
         q = q_brk[:, :, j]
-        set_product(q, a.columns(j), w.mT, 1.0 / RANGE)
+        set_product(q, a.columns(j), w.mT, 1.0 / RANGE, "upper")
         if j.start:
             before = slice(0, j.start)
             w, _ = halves(of.w_bkk[:, j, j], split=split, factor=16.0, lower=True)

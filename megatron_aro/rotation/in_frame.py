@@ -70,7 +70,9 @@ def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig
     del factor, n_bmm
     a *= reciprocal_or_zero(torch.linalg.vector_norm(a, dim=1, keepdim=True))
     q, failed = cholesky_pass(a, config.scqr_eps / a.shape[2])
-    return Orthonormal(q, (info != 0) | failed | ~is_orthonormal(q))
+    # Without a factor of S there is no N, and what was taken for it can be orthonormalised well.
+    q.masked_fill_((info != 0)[:, None, None], torch.nan)
+    return Orthonormal(q, failed | ~is_orthonormal(q))
 
 
 def extra_pass(r_bmm: Tensor, x_bmn: Tensor, config: AROConfig) -> Orthonormal:

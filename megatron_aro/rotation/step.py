@@ -185,6 +185,7 @@ def climb(batches: Sequence[MatrixBatch], attempts: Sequence[Attempt], config: A
     parts = [
         failed[i : i + largest[kind]]
         for kind, failed in kinds.items()
+        if failed
         for i in range(0, len(failed), largest[kind])
     ]
     again = partial(_again, batches, attempts)

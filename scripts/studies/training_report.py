@@ -53,9 +53,9 @@ def main() -> None:
     rows = []
     for model in dict.fromkeys(r["model"] for r in done):
         of = [r for r in done if r["model"] == model]
-        text += [f"## {model}", "", *sweep(of)]
-        base = min((r for r in of if r["swept"]), key=last_validation)
-        same = [r for r in of if r["rate"] == base["rate"]]
+        said, best = sweep(of)
+        text += [f"## {model}", "", said, ""]
+        same = [r for r in of if r["rate"] == best]
         speedups = against(same, "adamw", args.out / model) | against(same, "muon", None)
         lines, more = table(model, same, speedups)
         rows += more
@@ -104,14 +104,17 @@ def about(path: Path, table: dict, done: list[dict]) -> list[str]:
     ]  # fmt: skip
 
 
-def sweep(of: list[dict]) -> list[str]:
-    """AdamW's validation losses by rate, and whether the best is inside the sweep."""
+def sweep(of: list[dict]) -> tuple[str, float]:
+    """AdamW's validation losses by rate, of the text with most rates, and the best of these."""
     swept = sorted((r for r in of if r["swept"]), key=lambda r: r["rate"])
+    seed = Counter(r["seed"] for r in swept).most_common(1)[0][0]
+    swept = [r for r in swept if r["seed"] == seed]
     rates = [r["rate"] for r in swept]
     best = min(swept, key=last_validation)["rate"]
     said = ", ".join(f"{r['rate']:g}: {last_validation(r):.4f}" for r in swept)
     edge = " **This is the edge of the sweep.**" if best in (rates[0], rates[-1]) else ""
-    return [f"AdamW by learning rate: {said}. The best, {best:g}, is everybody's.{edge}", ""]
+    said = f"AdamW by learning rate, seed {seed}: {said}. The best, {best:g}, is everybody's.{edge}"
+    return said, best
 
 
 def against(same: list[dict], baseline: str, figure: Path | None) -> dict[tuple[str, str], str]:

@@ -12,10 +12,22 @@ import pytest
 import torch
 
 from megatron_aro.kernels.cholesky import factor
-from megatron_aro.kernels.halves import LARGEST, Halves, gram, halves, product
+from megatron_aro.kernels.halves import LARGEST, Halves, halves
+from megatron_aro.kernels.products import add_product, gram, product, set_product
 from megatron_aro.kernels.reflections import MOST_ROWS, orthonormal_columns
 from megatron_aro.kernels.sinkhorn import sinkhorn_scales
 from megatron_aro.kernels.support import INTERPRETED, use_triton
+
+if INTERPRETED:  # Triton 3.6's interpreter reads a loop's bounds in a way that NumPy 2.5 refuses
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index_too(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_index_too
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [1, 7, 33, 65]
@@ -215,6 +227,45 @@ def test_products(device, b):
             assert relative(torch.tril(gram(a)), torch.tril(x.mT @ x)) < tolerance
         exact, hi = Halves(a.hi, None), a.hi.double().cpu()
         assert relative(product(exact, exact.mT), hi @ hi.mT) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [False, True])
+def test_forms_of_products(device, split):
+    """Sizes that the kernel takes, in whole tiles and not: what is asked for of each form, of
+    factors in any place of larger matrices, set or added; the rest of the target stays."""
+    known = [(48, 80, 64), (160, 272, 128)]
+    for m, n, k in known + ([(2048, 1040, 4096), (528, 3072, 1536)] if device == "cuda" else []):
+        tolerance = 1e-3 if not split else 1e-6 if k < 200 else 2e-5
+        x, y = normal(2, m, k), normal(2, n, k, seed=1)
+        for form in "full", "symmetric", "lower", "upper":
+            right = {"symmetric": x, "lower": torch.triu(y[:, :k, :n]), "upper": torch.tril(y)}
+            right = right.get(form, y)
+            wide = torch.cat([x, x], dim=2).mT.contiguous().mT  # [2, m, 2 k], columns in a row
+            a = halves(wide.float().to(device), split=split)[0]
+            for first, factor_of_a in (
+                (a.columns(slice(k, 2 * k)), x),
+                (halves(x.float().to(device), split=split)[0], x),
+            ):
+                if form in ("lower", "upper"):
+                    square = min(n, k) // 16 * 16
+                    if square % 64:
+                        continue
+                    first, factor_of_a = first.columns(slice(0, square)), factor_of_a[..., :square]
+                    right = right[:, :square, :square]
+                b = halves(right.float().to(device), split=split)[0].mT
+                exact = factor_of_a @ right.mT
+                asked = torch.tril if form == "symmetric" else torch.clone
+                result = asked(product(first, b, 0.5, form))
+                assert relative(result, asked(0.5 * exact)) < tolerance
+                target = torch.ones(2, m, exact.shape[2] + 32, device=device)
+                part = target[:, :, 16:-16]
+                set_product(part, first, b, 1.0, form)
+                assert relative(asked(part), asked(exact)) < tolerance
+                part.fill_(1.0)
+                add_product(part, first, b, -1.0, form)
+                assert relative(asked(part), asked(1.0 - exact)) < tolerance
+                assert (target[:, :, :16] == 1).all() and (target[:, :, -16:] == 1).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

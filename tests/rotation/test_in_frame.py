@@ -49,6 +49,24 @@ def test_it_is_qr_of_a_where_scqr2_cannot_be(grading: float, config: AROConfig) 
         assert first_attempt(a.float(), AROConfig()).failed_b.all()
 
 
+@pytest.mark.parametrize("projection", ["sinkhorn", "rownorm"])
+@pytest.mark.parametrize("rotation", ["aro", "eigen"])
+def test_no_pass_saves_what_has_no_factor(projection: str, rotation: str) -> None:
+    """Two equal rows beside a common one: where S is indefinite to rounding Householder answers.
+
+    Q^T A is upper triangular, to float32's rounding and the shift: A's columns have norm 1.
+    """
+    config = AROConfig(projection=projection, rotation=rotation)
+    for seed in range(4):
+        m = normal(1, 64, 1536, seed=seed) + 0.5 * normal(1, 1, 1536, seed=9)
+        m[:, :2] = 1.0
+        batch = make_batch(m.float(), config)
+        compute_updates([batch], config)
+        a = spec_a(torch.eye(64, dtype=torch.float64)[None], m.double(), config)
+        a = a / torch.linalg.vector_norm(a, dim=1, keepdim=True)
+        assert torch.tril(batch.rotation.double().mT @ a, -1).abs().max() < 1e-3
+
+
 def test_rows_of_zeros_leave_their_columns() -> None:
     """And the others do not mind."""
     r, m = frame_and_momentum(1e-2)

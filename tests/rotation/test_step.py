@@ -235,6 +235,16 @@ def test_climbing_together(monkeypatch):
     torch.testing.assert_close(torch.cat(together), torch.cat(expected), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("rotation", ["aro", "none"])
+def test_no_matrices(rotation):
+    """A batch of none, alone and beside others, has an update of none."""
+    config = AROConfig(rotation=rotation)
+    none, some = (make_batch(torch.zeros(b, 5, 7), config) for b in (0, 2))
+    for batches in ([none], [none, some], [some, make_batch(torch.zeros(0, 4, 7), config)]):
+        for batch, update in zip(batches, compute_updates(batches, config), strict=True):
+            assert update.shape == batch.momentum.shape
+
+
 def test_step_one_and_six():
     """advance_momentum and apply_updates in place, on any shapes, 1-D slices and nothing at all."""
     shapes = [(3, 4), (7,), (2, 3, 4)]
