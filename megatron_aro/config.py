@@ -56,9 +56,9 @@ class AROConfig:
     )
     qr: Orthonormalizer = _setting(
         "scqr2",
-        "Orthonormalisation: scqr2 is QR by Cholesky, in two passes or, for square rotations with "
-        "sinkhorn, rownorm or eigen, from within the old frame; scqr is the paper's single pass, "
-        "qr Householder.",
+        "Orthonormalisation: scqr2 is QR by Cholesky, in two passes or, for square rotations by "
+        "eigen or by aro with sinkhorn or rownorm, from within the old frame; scqr is the paper's "
+        "single pass, qr Householder.",
         Orthonormalizer,
     )
     orientation: Orientation = _setting(

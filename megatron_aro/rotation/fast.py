@@ -177,8 +177,8 @@ def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
             before = slice(0, j.start)
             w, _ = halves(of.w_bkk[:, j, j], split=split, factor=16.0, lower=True)
             left, _ = halves(of.l_bkk[:, j, before], split=split, factor=RANGE)
-            wl, _ = halves(product(w, left), split=split, factor=-1.0 / RANGE)
-            add_product(q, past.columns(before), wl.mT, 1.0 / RANGE)
+            lw, _ = halves(product(left.mT, w.mT, form="upper"), split=split, factor=-1.0 / RANGE)
+            add_product(q, past.columns(before), lw, 1.0 / RANGE)
         if j is not of.blocks[-1]:
             now, _ = halves(q, split=split, factor=RANGE / 16.0)
             past.hi[:, :, j] = now.hi

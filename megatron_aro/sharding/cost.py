@@ -61,14 +61,15 @@ class Rates:
     batch: float
 
 
-# Fitted to 19 batches, 1 to 128 matrices of 768 x 768 to 4096 x 12288, with the rate of products
-# as measured: root mean square of the relative error 11 to 12%, at most 32%
-# (docs/sharding.md). TF32 was not measured: float32 with the products' rate of TF32.
+# Halves: fitted on an H200, which computes as fast, to 19 batches, 1 to 128 matrices of 768 x 768
+# to 4096 x 12288, with the rate of products as measured: root mean square of the relative error 11
+# to 12%, at most 29% (docs/results/2026-11-28-rates-h200.json). float32: on an H100, 11%, at most
+# 32%. TF32 was not measured: float32 with the products' rate of TF32.
 H100: dict[Precision, Rates] = {
     "fp32": Rates(51e12, 36e12, 1.4e-10, 0.0, 2.67e-3),
     "tf32": Rates(312e12, 36e12, 1.4e-10, 0.0, 2.67e-3),
-    "fp16": Rates(650e12, 214e12, 3.8e-11, 0.70e-6, 0.33e-3),
-    "fp16x3": Rates(325e12, 164e12, 5.6e-11, 0.63e-6, 0.44e-3),
+    "fp16": Rates(650e12, 288e12, 2.8e-11, 0.72e-6, 0.36e-3),
+    "fp16x3": Rates(325e12, 207e12, 3.1e-11, 0.71e-6, 0.40e-3),
 }
 
 

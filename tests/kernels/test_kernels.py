@@ -252,11 +252,12 @@ def test_forms_of_products(device, split):
             n = k
         x, y = normal(2, m, k).to(device), normal(2, n, k, seed=1).to(device)
         right = {"symmetric": x, "lower": torch.triu(y), "upper": torch.tril(y)}.get(form, y)
-        b = halves(right.float(), split=split)[0].mT
+        seconds = halves(right.float(), split=split)[0].mT, halves(right.mT.float(), split=split)[0]
         wide = halves(torch.cat([y[:, :1].expand_as(x), x], dim=2).float(), split=split)[0]
         asked = torch.tril if form == "symmetric" else torch.clone
         exact = x @ right.mT
-        for a in (wide.columns(slice(k, 2 * k)), halves(x.float().mT, split=split)[0].mT):
+        down = halves(x.mT.float(), split=split)[0].mT
+        for a, b in itertools.product((wide.columns(slice(k, 2 * k)), down), seconds):
             assert near(asked(product(a, b, 0.5, form)), asked(0.5 * exact), tolerance)
             target = torch.ones(2, m, exact.shape[2] + 32, device=device)
             part = target[:, :, 16:-16]

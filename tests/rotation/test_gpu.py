@@ -105,8 +105,8 @@ def test_bad_momentum_stays_alone(bad):
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("qr", QRS)
 def test_syncs(rotation, qr):
-    """torch reports one synchronizing operation for all batches, and one more for each batch in
-    which scqr2 must climb."""
+    """torch reports one synchronizing operation for all batches, and one more where some matrix
+    of scqr2 must climb."""
     config = AROConfig(rotation=rotation, qr=qr, scqr_eps=1e-11)
     momenta = [hard_inputs(m, n).float().cuda() for m, n in SHAPES]
     step(momenta, config)  # handles and workspaces are made once
@@ -122,7 +122,7 @@ def test_syncs(rotation, qr):
     syncs = [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
     expected = 0 if qr == "qr" or rotation == "none" else 1
     if qr == "scqr2":
-        expected += sum(batch.fallbacks[:, 1:].any().item() for batch in batches)
+        expected += any(batch.fallbacks[:, 1:].any() for batch in batches)
     assert len(syncs) == expected, syncs
 
 
