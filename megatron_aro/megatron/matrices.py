@@ -17,6 +17,8 @@ from megatron_aro.sharding.geometry import Layout
 from megatron_aro.sharding.logical import LogicalMatrix, check_partition
 
 _VOCABULARY = re.compile(r"(word_embeddings|position_embeddings|output_layer)\.weight$")
+# Several projections in one weight, of each of which a tensor-parallel rank has a stretch.
+_JOINED = (".in_proj.weight", ".linear_qkv_down_proj.weight")
 _SHARED = "embedding.word_embeddings.weight"
 
 By = Literal["adamw", "matrices", "columns", "vector"]
@@ -114,12 +116,12 @@ def place(
     matrices, note = rules.matrices(name, of_all, columns, aro, hidden)
     check_partition(name, experts * rows, matrices)
     by_row = aro.projection == "adam" or not matrices[0].transposed
-    if name.endswith(".in_proj.weight") and axis == 0 and by_row:
+    if name.endswith(_JOINED) and axis == 0 and by_row:
         raise ValueError(
-            f"{name}: tensor-parallel ranks have a stretch of each of Mamba's projections, so that "
+            f"{name}: tensor-parallel ranks have a stretch of each of its projections, so that "
             "what ARO keeps by row would mean other rows after a change of TP: use orientation "
             f"residual and another projection than adam, or {flag('override')} "
-            "*.in_proj.weight=adamw, or no tensor parallelism."
+            f"*.{'.'.join(name.split('.')[-2:])}=adamw, or no tensor parallelism."
         )
     layout = Layout(experts * rows, tp, axis, blocks)
     return Placement(name, shape, layout, matrices, note, "matrices")

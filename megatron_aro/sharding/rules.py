@@ -27,7 +27,11 @@ _ROLES: tuple[tuple[str, str], ...] = (
     (r"\.linear_fc2\.weight\d*", WRITES),
     (r"\.router\.weight", READS),
     (r"\.shared_experts\.gate_weight", READS),
-    (r"\.linear_(q_proj|q_down_proj|kv_down_proj)\.weight", READS),  # MLA; up-projections do not
+    # MLA; up-projections do not. The fused qkv_down_proj is one matrix: a tensor-parallel rank has
+    # a stretch of q's rows above one of kv's, of another length, and `geometry.Layout` knows equal
+    # blocks only. As columns of what is rotated their order does not matter.
+    (r"\.linear_(q_proj|q_down_proj|kv_down_proj|qkv_down_proj)\.weight", READS),
+    (r"\.linear_(q|kv)\.weight", READS),  # cross-attention; kv the encoder's stream
     (r"\.in_proj\.weight", READS),  # Mamba
     (r"\.out_proj\.weight", WRITES),
     (r"\.eh_proj\.weight", WRITES),  # multi-token prediction
@@ -91,7 +95,7 @@ def _group(name: str, role: str | None, aro: AROConfig) -> str:
     if aro.sharing == "global":
         return "global"
     layer = _LAYER.match(name)
-    if layer is None:
+    if layer is None or name.endswith(".linear_kv.weight"):  # the encoder's stream
         return ""
     mtp, number = layer.groups()
     reads = role == READS or name.endswith(".eh_proj.weight")

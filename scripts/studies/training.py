@@ -18,10 +18,12 @@ import gc
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -207,6 +209,7 @@ def train(argv: list[str], log: Path) -> dict[str, Any]:
         "validation": run.validation,
         "parameters": runs.parameters(run),
         "objectives": objectives(log.read_text()),
+        "fallbacks": fallbacks(log.read_text()),
         "device": torch.cuda.get_device_name() if gpu else "CPU",
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
@@ -257,6 +260,15 @@ def objectives(log: str) -> dict[str, float]:
         return {}
     rows = [line.split() for line in last[2:]]
     return {row[0]: float(row[8]) for row in rows if len(row) == 10 and row[0] != "step"}
+
+
+def fallbacks(log: str) -> dict[str, int]:
+    """Rung of orthonormalisation -> how often it was climbed in the whole training."""
+    found: Counter[str] = Counter()
+    for said in re.findall(r"> ARO: fall-backs of .* steps: (.*)", log):
+        for count, rung in re.findall(r"(\d+) ([a-z ]+)", said):
+            found[rung] += int(count)
+    return dict(found)
 
 
 def keep(path: Path, content: Any) -> None:

@@ -53,6 +53,12 @@ MATRIX: dict[str, tuple[list[str], Layout, dict[str, Layout]]] = {
             "PP 2 x TP 2": (4, [*PP2, *TP2, *DISTRIBUTED]),
         },
     ),
+    # The second moment is [m, n] then, also where m > n.
+    "projection adam without rotation, DP 2": (
+        [*GATED, *ADAM, "--aro-orientation", "left", "--aro-rotation", "none"],
+        (2, DISTRIBUTED),
+        {"TP 2": (2, TP2)},
+    ),
     "CP 2 x TP 2, no matrix cut": (
         DEEP,
         (4, [*CP2, *TP2, *DISTRIBUTED, *WHOLE]),
@@ -109,10 +115,14 @@ def test_any_layout_reads_what_another_saved(
     saved = logical([rank.inspected for rank in straight])
     matrices = [name for name in saved if name.startswith("rotation.")]
     experts = model[: len(MOE)] == MOE
-    assert len(matrices) == (2 * (3 + 1 + 1 + 4 * 3) if experts else 4 * (3 + 1 + 2 + 1))
-    moments = [saved[name] for name in saved if name.startswith("second_moment.")]
+    layers = 4 if model[: len(DEEP)] == DEEP else 2
+    assert len(matrices) == layers * (3 + 1 + (1 + 4 * 3 if experts else 2 + 1))
+    moments = {k: saved[k] for k in saved if k.startswith("second_moment.")}
     assert len(moments) == (len(matrices) if ADAM[1] in model else 0)
-    assert all(moment.any() for moment in moments)
+    assert all(moment.any() for moment in moments.values())
+    if "none" in model:
+        gate = moments["second_moment.decoder.layers.0.mlp.linear_fc1.weight#gate"]
+        assert gate.shape == (64, 32)
     losses = next(rank.losses for rank in straight if rank.losses)
     for name, (ranks, flags) in goes_on.items():
         load = ["--load", str(tmp_path)]
@@ -123,20 +133,26 @@ def test_any_layout_reads_what_another_saved(
         assert after == pytest.approx(losses[3:], abs=2e-3), name
 
 
-def test_parameters_are_frozen_midway(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--aro-sharing", "chain"], ["--aro-mode", "full-model"]],
+    ids=["a rotation each", "shared rotations", "full-model"],
+)
+def test_parameters_are_frozen_midway(pool: Pool, tmp_path: Path, flags: list[str]) -> None:
     """What is left goes on from its state bit for bit; frozen weights stay as they were saved.
 
     In all layers, which Megatron saves as one tensor of which it asks for nothing or all.
     """
     save = ["--save", str(tmp_path), "--save-interval", "3", *RESHARDABLE]
-    argv = [*ARO, *GATED, *DISTRIBUTED]
+    argv = [*ARO, *GATED, *DISTRIBUTED, *flags]
     straight = pool.run(2, train_watched, [*argv, *save], iteration=3)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     saved = logical([rank.inspected for rank in straight])
     resumed = pool.run(2, train_frozen, [*argv, "--load", str(tmp_path)], "linear_fc1")
     assert [rank.exit_status for rank in resumed] == [0, 0]
     left = {name: tensor for name, tensor in saved.items() if "linear_fc1" not in name}
-    assert len(saved) - len(left) == 2 * (2 + 2 * 2)  # weight, momentum; two rotations, counts
+    rotations = 0 if "--aro-sharing" in flags else 2  # of gate and up, and counts as many
+    assert len(saved) - len(left) == 2 * (2 + 2 * rotations)  # beside weight and momentum
     assert same(logical([rank.inspected for rank in resumed]), left)
     assert len(resumed[0].losses) == 3 and resumed[0].losses[-1] < resumed[0].losses[0]
     for rank in resumed:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import get_args
+
 import pytest
 import torch
 from aro_runs import (
@@ -16,17 +19,15 @@ from aro_runs import (
     train_with_lost_parameter,
     train_with_poisoned_gradient,
     train_without_matrices,
-    whole,
 )
 from pool import Pool
 from runs import TINY, TrainResult, full_weights
+from stepped import ROUTERS_TO_ADAMW, TURNED, check_steps
 
-import megatron_aro
+from megatron_aro import config
 
-HEADS, GROUPS, HIDDEN = 4, 2, 32
 # Megatron keeps the gradients of these heads out of the norm that clips.
 DETACHED = ["--position-embedding-type", "rope", "--mtp-num-layers", "1", "--mtp-detach-heads"]
-HEAD = HIDDEN // HEADS
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +35,10 @@ def one_process(pool: Pool) -> TrainResult:
     return pool.train(1, [*ARO, *GATED], inspect=optimizer_state)[0]
 
 
-def split(name: str, stored: torch.Tensor, flags: list[str]) -> dict[str, torch.Tensor]:
-    """The matrices of a whole weight by name, cut as Megatron's own layers cut it."""
-    if "linear_qkv" in name and WHOLE_QKV[1] not in flags:
-        groups = stored.shape[0] // HEAD // (2 + HEADS // GROUPS)
-        grouped = stored.view(groups, -1, HEAD, HIDDEN)
-        parts = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
-        cut = {k: p.reshape(-1, HIDDEN) for k, p in zip("qkv", parts, strict=True)}
-    elif "linear_fc1" in name:
-        cut = dict(zip(("gate", "up"), stored.chunk(2), strict=True))
-    else:
-        return {name: stored}
-    return {f"{name}#{part}": matrix for part, matrix in cut.items()}
-
-
-def rotated_side(name: str, flags: list[str]) -> str:
-    """The columns of weights that read the residual stream are rotated, else the rows."""
-    if TURNED[1] in flags and name in (PROJ, "decoder.layers.3.mlp.linear_fc2.weight"):
-        return "right"
-    reads = any(kind in name for kind in ("linear_qkv", "linear_fc1", "router", "gate_weight"))
-    return "right" if reads and LEFT[1] not in flags else "left"
-
-
 # Members of the family, spread over the layouts.
 ADAM = ["--aro-projection", "adam"]
 LEFT = ["--aro-orientation", "left"]
 WHOLE_QKV = ["--aro-split", "gate-up"]
-PROJ = "decoder.layers.2.self_attention.linear_proj.weight"
-TURNED = ["--aro-override", f"{PROJ}=right,*.3.mlp.linear_fc2.*=right"]
-ROUTERS_TO_ADAMW = ["--aro-override", "*.router.weight=adamw"]
 SHARED = [*MOE, "--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
@@ -143,63 +119,57 @@ def test_every_layout_steps_as_the_single_process_optimizer(
     assert losses[-1]["lm loss"] < losses[0]["lm loss"] - 0.1
 
 
-def check_steps(ranks: list[dict], flags: list[str], instances: int = 1) -> set[str]:
-    """From Megatron's own gradients, rates and decay, `megatron_aro.ARO` gives the same weights.
+# Of each setting, below, every value with every value of each other one.
+FAMILY = [
+    row.split()
+    for row in """
+        sinkhorn aro   qr    residual qkv
+        sinkhorn eigen scqr2 right    qkv,gate-up
+        sinkhorn polar scqr  min-side none
+        sinkhorn rgd   scqr2 residual gate-up
+        sinkhorn none  scqr  left     qkv
+        rownorm  aro   scqr2 left     none
+        rownorm  eigen scqr  left     gate-up
+        rownorm  polar scqr  residual qkv,gate-up
+        rownorm  rgd   scqr2 min-side qkv
+        rownorm  none  qr    right    qkv,gate-up
+        sign     aro   scqr2 right    gate-up
+        sign     eigen qr    min-side none
+        sign     polar scqr2 right    qkv
+        sign     rgd   qr    left     qkv,gate-up
+        sign     none  scqr  residual none
+        adam     aro   scqr  min-side qkv,gate-up
+        adam     eigen scqr2 residual qkv
+        adam     polar qr    left     gate-up
+        adam     rgd   scqr  right    none
+        adam     none  scqr2 min-side gate-up
+    """.strip().splitlines()
+]
+SETTINGS = {
+    "projection": get_args(config.Projection),
+    "rotation": get_args(config.Rotation),
+    "qr": get_args(config.Orthonormalizer),
+    "orientation": get_args(config.Orientation),
+    "split": ("qkv,gate-up", "qkv", "gate-up", "none"),
+}
 
-    The weights in the end are cut here by Megatron's views, so that a wrong split, orientation
-    or shard shows. Equal to the bit where both step one matrix at a time: gathering and returning
-    are copies. (In batches of other sizes products round differently, and where a momentum is
-    nearly singular that decides a direction.)
 
-    Args:
-        ranks: what `train_recorded` returned on each.
-        flags: beside the model's; those of ARO's settings hold for the reference too.
-        instances: of the distributed optimizer.
+def test_the_selection_has_every_pair() -> None:
+    """Also of a value that is new in `AROConfig`, which nobody has added here."""
+    for (i, a), (j, b) in itertools.combinations(enumerate(SETTINGS.values()), 2):
+        assert {(row[i], row[j]) for row in FAMILY} == set(itertools.product(a, b))
 
-    Returns:
-        the names of the matrices.
-    """
-    assert all(rank["result"].exit_status == 0 for rank in ranks)
-    optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
-    first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
-    last = {
-        name: matrix
-        for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
-        if weight.dim() > 1
-        for name, matrix in split(stored, weight, flags).items()
-        if flags is not ROUTERS_TO_ADAMW or "router" not in name
-    }
-    owned = [name for optimizer in optimizers for name in optimizer["owned"]]
-    assert sorted(owned) == sorted([*first] * instances)  # one owner in each
 
-    settings = {
-        name: flags[flags.index(f"--aro-{name}") + 1]
-        for name in ("projection", "rotation", "qr")
-        if f"--aro-{name}" in flags
-    }
-    parameters, reference = {}, {}
-    for name, matrix in first.items():
-        parameters[name] = torch.nn.Parameter(matrix.clone())
-        reference[name] = megatron_aro.ARO(
-            [parameters[name]], lr=1.0, orientation=rotated_side(name, flags), **settings
-        )
-    rates = []
-    for step in zip(*(optimizer["steps"] for optimizer in optimizers), strict=True):
-        gradients = whole(optimizers, [pieces for pieces, _, _ in step])
-        _, lr, weight_decay = step[0]
-        assert weight_decay == 0.1
-        rates.append(lr)
-        for name, optimizer in reference.items():
-            (group,) = optimizer.param_groups
-            group["lr"], group["weight_decay"] = lr, weight_decay
-            parameters[name].grad = gradients[name].clone()
-            optimizer.step()
-    for name, parameter in parameters.items():
-        assert torch.equal(last[name], parameter.data), name
-    # Megatron's schedule: one step of warm-up, then cosine from 1e-2.
-    assert len(rates) == 5 and rates[0] == 0 and rates[1] == pytest.approx(1e-2)
-    assert rates[1:] == sorted(rates[1:], reverse=True)
-    return set(first)
+@pytest.mark.parametrize("row", FAMILY, ids="-".join)
+def test_the_family_steps_as_the_single_process_optimizer(pool: Pool, row: list[str]) -> None:
+    """Flags reach each matrix: one layer, one process, the second step from a turned rotation."""
+    chosen = [
+        x for name, value in zip(SETTINGS, row, strict=True) for x in (f"--aro-{name}", value)
+    ]
+    small = ["--num-layers", "1", "--global-batch-size", "2", "--train-iters", "3"]
+    ranks = pool.run(1, train_recorded, [*ARO, *GATED, *small, *chosen])
+    names = check_steps(ranks, chosen, iterations=3)
+    assert len(names) == 4 + 2 * ("qkv" in row[-1]) + ("gate-up" in row[-1])
 
 
 def test_hardship_of_some_matrices_is_theirs_alone(pool: Pool) -> None:

@@ -14,7 +14,7 @@ from full_model_runs import assembled, reference, train_counting, train_full
 from logical_state import logical, train_watched
 from pool import Pool
 from runs import TINY
-from test_aro_training import check_steps
+from stepped import check_steps, given
 
 from megatron_aro.config import AROConfig
 
@@ -28,6 +28,7 @@ VOCABULARY = 150
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VIRTUAL = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 ROPE = ["--position-embedding-type", "rope"]
@@ -53,17 +54,15 @@ LAYOUTS = {
     "PP 2 x DP 2": (4, [*GATED, *PP2, *DISTRIBUTED]),
     "TP 2 x PP 2": (4, [*BIASES, *TP2, *PP2, *DISTRIBUTED]),
     "EP 2": (2, [*MOE, *EP2, *DISTRIBUTED]),
+    "EP 2, expert TP 2": (4, [*MOE, *EP2, *TP2, *DISTRIBUTED, "--aro-qr", "scqr"]),
+    "CP 2 replicated": (2, [*GATED, *CP2, "--aro-rotation", "polar"]),
+    "CP 2 x TP 2": (4, [*BIASES, *CP2, *TP2, *DISTRIBUTED, "--aro-qr", "qr"]),
     "TP 2 x DP 2 x PP 2": (8, [*BIASES, *TP2, *PP2, *DISTRIBUTED]),
 }
 
 
 def settings(flags: list[str]) -> AROConfig:
-    given = {
-        name: flags[flags.index(f"--aro-{name}") + 1]
-        for name in ("projection", "rotation")
-        if f"--aro-{name}" in flags
-    }
-    return AROConfig(mode="full-model", **given)
+    return AROConfig(mode="full-model", **given(flags, "projection", "rotation", "qr"))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from megatron_aro.config import AROConfig
 from megatron_aro.megatron.matrices import place
 from megatron_aro.megatron.names import canonical_name
 from megatron_aro.megatron.report import placement_table
+from megatron_aro.sharding import geometry
 from megatron_aro.sharding.rules import check_used, unused
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 12, 4, 2, 3
@@ -64,7 +65,17 @@ def placed(name, *shape, model=MODEL, aro=None, tp=1, **attributes):
         (LAYER + "mlp.shared_experts.gate_weight", (1, HIDDEN), {"": (8, 1)}),
         ("mtp.layers.0.eh_proj.weight", (HIDDEN, 2 * HIDDEN), {"": (8, 16)}),
         (LAYER + "mixer.out_proj.weight", (HIDDEN, 16), {"": (8, 16)}),
-        (LAYER + "self_attention.linear_kv_down_proj.weight", (5, HIDDEN), {"": (8, 5)}),
+        *[
+            (f"{LAYER}{module}.weight", (rows, HIDDEN), {"": (8, rows)})
+            for module, rows in {
+                "self_attention.linear_q_proj": 12,
+                "self_attention.linear_q_down_proj": 3,
+                "self_attention.linear_kv_down_proj": 5,
+                "self_attention.linear_qkv_down_proj": 9,  # more rows than columns, and still
+                "cross_attention.linear_q": 12,
+                "cross_attention.linear_kv": 24,
+            }.items()
+        ],
     ],
 )
 def test_the_residual_side_is_rotated(name, shape, parts):
@@ -120,6 +131,33 @@ def test_not_gated_fc1_is_one_matrix():
 def test_vocabulary_and_vectors_stay_with_adamw(name, shape):
     """Hybrid mode: no logical matrices."""
     assert placed(name, *shape).matrices == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "group"),
+    [
+        ("self_attention.linear_q_proj", "chain.3"),
+        ("self_attention.linear_q_down_proj", "chain.3"),
+        ("self_attention.linear_qkv_down_proj", "chain.3"),
+        ("cross_attention.linear_q", "chain.3"),
+        ("cross_attention.linear_kv", ""),  # of the encoder's stream, which no group is of
+    ],
+)
+def test_projections_of_latent_and_cross_attention_share(module, group):
+    """What reads the stream that enters the layer is in its group, fused or not."""
+    (matrix,) = placed(f"{LAYER}{module}.weight", 6, HIDDEN, aro={"sharing": "chain"}).matrices
+    assert matrix.group == group
+
+
+def test_a_fused_latent_projection_is_one_matrix_over_tensor_parallelism():
+    """Whose columns are in the order of ranks: q of the first, kv of the first, q of the second."""
+    cut = {"tensor_model_parallel": True, "partition_dim": 0}
+    name = LAYER + "self_attention.linear_qkv_down_proj.weight"
+    placement = placed(name, 5, HIDDEN, tp=2, **cut)
+    (matrix,) = placement.matrices
+    assert matrix.shape == (HIDDEN, 10) and matrix.intervals == ((0, 10),)
+    held = [part.rows for part in geometry.parts(matrix, placement.layout)]
+    assert held == [(0, 5), (5, 10)]
 
 
 def test_the_embedding_attribute_counts_whatever_the_name():
@@ -207,12 +245,15 @@ def test_gate_and_up_as_one_matrix_do_not_go_with_tensor_parallelism():
     assert len(placed(*fc1, tp=2, **cut).matrices) == 2
 
 
-def test_mambas_projections_keep_nothing_by_row_under_tensor_parallelism():
-    """Ranks have stretches of five projections, whose order changes with TP: nothing stored may."""
+@pytest.mark.parametrize("weight", ["mixer.in_proj", "self_attention.linear_qkv_down_proj"])
+def test_joined_projections_keep_nothing_by_row_under_tensor_parallelism(weight):
+    """Ranks have stretches of Mamba's five projections or of latent attention's two, whose order
+    changes with TP: nothing stored may."""
     cut = {"tensor_model_parallel": True, "partition_dim": 0}
-    name = LAYER + "mixer.in_proj.weight"
+    name = LAYER + weight + ".weight"
+    way_out = rf"each of its projections.*\*\.{weight.split('.')[1]}\.weight=adamw"
     for aro in ({"projection": "adam"}, {"orientation": "left"}):
-        with pytest.raises(ValueError, match="Mamba's projections.*in_proj.weight=adamw"):
+        with pytest.raises(ValueError, match=way_out):
             placed(name, 10, HIDDEN, aro=aro, tp=2, **cut)
         assert placed(name, 20, HIDDEN, aro=aro).matrices
     assert placed(name, 10, HIDDEN, tp=2, **cut).matrices[0].shape == (HIDDEN, 20)

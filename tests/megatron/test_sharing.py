@@ -14,6 +14,8 @@ from logical_state import logical, train_watched
 from monitored import train_on_given_gradients, train_read
 from pool import Pool
 from runs import full_weights
+from shared_runs import train_in_double
+from stepped import given
 from test_aro_exchange import train_counting
 
 from megatron_aro.config import AROConfig
@@ -33,11 +35,13 @@ TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 PP3 = ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|t|L"]
 VIRTUAL = [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]
+CP2 = ["--context-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 INSTANCES = [*DISTRIBUTED, "--num-distributed-optimizer-instances", "2"]
 DEEP = ["--num-layers", "4", *GATED]
 SHARED = [*MOE, "--moe-shared-expert-intermediate-size", "16", "--moe-shared-expert-gate"]
 GATED_ATTENTION = [*GATED, "--attention-output-gate"]
+MTP = ["--mtp-num-layers", "1", "--position-embedding-type", "rope"]
 RMSNORM = ["--normalization", "RMSNorm"]
 ADAM = ["--aro-projection", "adam"]
 LEFT = ["--aro-orientation", "left"]
@@ -57,6 +61,17 @@ LAYOUTS = {
     "global, TP 2 x DP 2 replicated": (4, GATED, [*GLOBAL, *TP2]),
     "global, PP 2 x TP 2": (4, GATED, [*GLOBAL, *PP2, *TP2, *DISTRIBUTED]),
     "global, adam, EP 2": (2, MOE, [*GLOBAL, *EP2, *ADAM]),
+    "chain, rownorm, EP 2, expert TP 2": (
+        4,
+        MOE,
+        [*CHAIN, *TP2, *EP2, *DISTRIBUTED, "--aro-projection", "rownorm"],
+    ),
+    "chain, polar, CP 2 replicated": (2, GATED, [*CHAIN, *CP2, "--aro-rotation", "polar"]),
+    "chain, multi-token prediction, CP 2 x PP 2": (
+        4,
+        [*GATED, *MTP],
+        [*CHAIN, *CP2, *PP2, *DISTRIBUTED, "--aro-qr", "qr"],
+    ),
 }
 
 
@@ -86,19 +101,19 @@ def stack_of(name: str, flags: list[str]) -> str:
     reads = any(kind in name for kind in READS)
     if reads and LEFT[1] in flags:
         return name  # its rows are no residual dimension
+    if GLOBAL[1] in flags:
+        return "all"
     layer = int(re.findall(r"layers\.(\d+)\.", name)[0]) + 1
-    return "all" if GLOBAL[1] in flags else f"group {layer - 1 if reads else layer}"
+    if name.startswith("mtp"):  # what joins two streams begins its chain
+        return f"mtp {layer}, group {int(not reads and 'eh_proj' not in name)}"
+    return f"group {layer - 1 if reads else layer}"
 
 
 class Reference:
     """One process that steps whole stacks, in float64."""
 
     def __init__(self, first: dict[str, torch.Tensor], flags: list[str]):
-        chosen = {
-            name: flags[flags.index(f"--aro-{name}") + 1]
-            for name in ("projection", "rotation")
-            if f"--aro-{name}" in flags
-        }
+        chosen = given(flags, "projection", "rotation", "qr")
         self.aro, self.flags = AROConfig(**chosen), flags
         self.weights = {name: matrix.double() for name, matrix in first.items()}
         self.momenta = {name: torch.zeros_like(w) for name, w in self.weights.items()}
@@ -177,9 +192,11 @@ def test_every_layout_steps_whole_stacks(
     kept = [name for rank in ranks for name in rank["state"] if "rotation." in name]
     layers = 4 if model is DEEP else 2
     groups = {"global"} if GLOBAL[1] in flags else {f"chain.{i}" for i in range(layers + 1)}
+    if MTP[0] in model:
+        groups |= {"mtp.0.chain.0", "mtp.0.chain.1"}
     if LEFT[1] in flags:  # nothing that reads is a member
         groups -= {"chain.0"}
-    shared = [name for name in kept if "layers" not in name]
+    shared = [name for name in kept if ".layers." not in name]
     assert sorted(shared) == sorted(f"aro0.rotation.{group}" for group in groups)
     assert LEFT[1] in flags or kept == shared
     counts = [
@@ -189,6 +206,17 @@ def test_every_layout_steps_whole_stacks(
         if name in shared
     ]
     assert counts == [[5, 0, 0, 0]] * len(groups)
+
+
+def test_signs_and_a_single_pass_are_those_of_whole_stacks(pool: Pool) -> None:
+    """As `check_steps` says, where the run's step is in float64 as the reference's is.
+
+    Of an entry that is almost zero rounding decides the sign, and a single pass of Cholesky QR
+    squares the condition of A: in float32 either differs by percents of a step.
+    """
+    flags = [*CHAIN, "--aro-projection", "sign", "--aro-qr", "scqr"]
+    argv = [*ARO, *GATED, *RMSNORM, "--micro-batch-size", "1", *flags]
+    check_steps(pool.run(1, train_in_double, argv), flags)
 
 
 @pytest.mark.slow
@@ -273,6 +301,23 @@ def test_another_layout_goes_on_and_other_sharing_is_refused(pool: Pool, tmp_pat
             counts, rotation = state["fallbacks.global"], state["rotation.global"]
             assert counts[0] == 3 and not torch.equal(rotation, torch.eye(HIDDEN))
         assert started[0].losses[-1] < started[0].losses[0] < losses[0]
+
+
+def test_the_second_moment_of_a_stack_goes_to_another_layout(pool: Pool, tmp_path: Path) -> None:
+    """PP 2 to TP 2, whose owners have other columns of the stack: bit for bit."""
+    argv = [*ARO, *GATED, *RMSNORM, *GLOBAL, *ADAM, "--micro-batch-size", "1"]
+    save = ["--save", str(tmp_path), "--save-interval", "3", "--dist-ckpt-optim-fully-reshardable"]
+    straight = pool.run(2, train_watched, [*argv, *PP2, *save], iteration=3)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    saved = logical([rank.inspected for rank in straight])
+    moments = [saved[name] for name in saved if name.startswith("second_moment.")]
+    assert len(moments) == 2 * (3 + 1 + 2 + 1) and all(moment.any() for moment in moments)
+    assert {len(moment) for moment in moments} == {HIDDEN}  # rows of the frame they share
+    load = ["--load", str(tmp_path)]
+    resumed = pool.run(2, train_watched, [*argv, *TP2, *load])
+    assert same(logical([rank.inspected for rank in resumed]), saved)
+    losses = next(rank.losses for rank in straight if rank.losses)
+    assert resumed[0].losses == pytest.approx(losses[3:], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_settings_that_no_graph_holds() -> None:
 
 
 STEPS = 8
-B = 5
+B = 8
 
 
 def momenta(shape: tuple[int, int, int], step: int) -> torch.Tensor:
@@ -56,6 +56,9 @@ def momenta(shape: tuple[int, int, int], step: int) -> torch.Tensor:
         m[2] *= torch.logspace(0, -9, m.shape[2])
     if step in (1, 4):
         m[3] = 0.0
+    if step in (3, 4):
+        m[5], m[6] = m[5].sign() * 1e38, m[6].sign() * 1e-38  # too large to square, denormal
+        m[7] = m[7, :1].clone()  # equal rows
     if step == 6:
         m[4, 0, 0] = torch.nan
     return m.cuda()
