@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -353,9 +354,17 @@ def _describe(args: argparse.Namespace, gpus: int) -> dict[str, Any]:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
+            **{x: _installed(x) for x in ("triton", "megatron-core", "emerging-optimizers")},
         },
         "precision": args.precision,
     }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _publish(report: dict[str, Any], text: str, rows: list[Any], path: Path | None) -> None:

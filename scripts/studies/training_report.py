@@ -14,6 +14,7 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import yaml
 from training import TABLE, last_validation, planned, read_table
 
 from megatron_aro.cli import compare, figures, runs
@@ -50,6 +51,7 @@ def main() -> None:
     done = [r for r in found.values() if "failed" not in r]
     tell_texts_apart(done)
     args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "config.yaml").write_text(yaml.safe_dump(read_table(args.table), sort_keys=False))
     table_of_runs = read_table(args.table)
     text = [f"# {args.out.resolve().name}", "", *about(args.table, table_of_runs, done)]
     rows = []
