@@ -7,6 +7,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,14 @@ pickle.dump(result, open(target, "wb"))
 """
 
 
-def train(folder: Path, *flags: str) -> TrainResult:
+def train(flags: list[str]) -> TrainResult:
     """A run of the entry in a process of its own, as a user's."""
-    target = folder / "result.pickle"
+    with tempfile.NamedTemporaryFile() as target:
+        _train(flags, target.name)
+        return pickle.load(target)
+
+
+def _train(flags: list[str], target: str) -> None:
     paths = [str(Path(__file__).parent), *sys.path]
     child = subprocess.run(
         [sys.executable, "-c", _CHILD],
@@ -43,18 +50,18 @@ def train(folder: Path, *flags: str) -> TrainResult:
         timeout=300,
     )
     assert child.returncode == 0, child.stderr.decode()[-3000:]
-    return pickle.loads(target.read_bytes())
 
 
 @pytest.mark.parametrize("flags", [[], DISTRIBUTED], ids=["replicated", "distributed"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, flags: list[str]) -> None:
     """Losses fall; a resumed run and one without CUDA graphs give the same bits, state included."""
     save = ["--save", str(tmp_path), "--save-interval", "4"]
-    first = train(tmp_path, *flags, *save)
-    again = train(tmp_path, *flags, "--aro-cuda-graphs", "none")
+    without = ["--aro-cuda-graphs", "none"]
+    with ThreadPoolExecutor() as at_once:
+        first, again = at_once.map(train, [[*flags, *save], [*flags, *without]])
     shutil.rmtree(tmp_path / "iter_0000008")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    resumed = train(tmp_path, *flags, "--load", str(tmp_path))
+    resumed = train([*flags, "--load", str(tmp_path)])
 
     assert first.losses[-1] < first.losses[0] - 0.3
     assert again.losses == first.losses and resumed.losses == first.losses[4:]
