@@ -75,8 +75,8 @@ def _covers(out: Tensor, a: Halves, b: Halves, form: Form) -> bool:
         return False
     if (a.lo is None) != (b.lo is None):
         return False
-    # One call of the library is as good as the kernel, and three whose second factor has its
-    # columns in a row are better: A of scqr, 4096x24576, a quarter.
+    # One call of the library is as good as the kernel. With a second factor of which a column is in
+    # a row three are better: with the kernel for A, scqr at 4096x24576 took 20.1 ms, before 19.4.
     if form == "full" and (a.lo is None or b.hi.stride(2) != 1):
         return False
     # What it reads at a time lies in one of the matrices, aligned.
