@@ -8,6 +8,7 @@ first, while the sum is small, since tensor cores truncate what they add by the 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -85,6 +86,7 @@ def _covers(out: Tensor, a: Halves, b: Halves, form: Form) -> bool:
     return whole and 1 in a.hi.stride() and 1 in b.hi.stride() and out.stride(2) == 1
 
 
+@cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 

@@ -27,10 +27,12 @@ def split(name: str, stored: torch.Tensor, flags: list[str]) -> dict[str, torch.
     """The matrices of a whole weight by name, cut as Megatron's own layers cut it."""
     splits = given(flags, "split").get("split", "qkv,gate-up").split(",")
     if "linear_qkv" in name and "qkv" in splits:
-        groups = stored.shape[0] // HEAD // (2 + HEADS // GROUPS)
-        grouped = stored.view(groups, -1, HEAD, HIDDEN)
-        parts = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
-        cut = {k: p.reshape(-1, HIDDEN) for k, p in zip("qkv", parts, strict=True)}
+        queries = HEADS // GROUPS
+        sizes = {"q": queries, "gate": queries, "k": 1, "v": 1}
+        if stored.shape[0] == (HEADS + 2 * GROUPS) * HEAD:
+            del sizes["gate"]
+        parts = stored.view(GROUPS, -1, HEAD, HIDDEN).split(list(sizes.values()), dim=1)
+        cut = {k: p.reshape(-1, HIDDEN) for k, p in zip(sizes, parts, strict=True)}
     elif "linear_fc1" in name and "gate-up" in splits:
         cut = dict(zip(("gate", "up"), stored.chunk(2), strict=True))
     else:
@@ -51,15 +53,31 @@ def rotated_side(name: str, matrix: torch.Tensor, flags: list[str]) -> str:
     return "right" if reads else "left"
 
 
+def first_and_last(ranks: list[dict], flags: list[str]) -> tuple[list, dict, dict]:
+    """The optimizers of all ranks of a run, and its matrices before and after, by name.
+
+    The weights in the end are cut here by Megatron's views, so that a wrong split or shard shows.
+    """
+    assert all(rank["result"].exit_status == 0 for rank in ranks)
+    optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
+    first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
+    last = {
+        name: matrix
+        for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
+        if weight.dim() > 1
+        for name, matrix in split(stored, weight, flags).items()
+    }
+    return optimizers, first, last
+
+
 def check_steps(
     ranks: list[dict], flags: list[str], instances: int = 1, iterations: int = 5
 ) -> set[str]:
     """From Megatron's own gradients, rates and decay, `megatron_aro.ARO` gives the same weights.
 
-    The weights in the end are cut here by Megatron's views, so that a wrong split, orientation
-    or shard shows. Equal to the bit where both step one matrix at a time: gathering and returning
-    are copies. (In batches of other sizes products round differently, and where a momentum is
-    nearly singular that decides a direction.)
+    A wrong split, orientation or shard shows. Equal to the bit where both step one matrix at a
+    time: gathering and returning are copies. (In batches of other sizes products round differently,
+    and where a momentum is nearly singular that decides a direction.)
 
     Args:
         ranks: what `train_recorded` returned on each.
@@ -70,16 +88,7 @@ def check_steps(
     Returns:
         the names of the matrices.
     """
-    assert all(rank["result"].exit_status == 0 for rank in ranks)
-    optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
-    first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
-    last = {
-        name: matrix
-        for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
-        if weight.dim() > 1
-        for name, matrix in split(stored, weight, flags).items()
-        if not (set(ROUTERS_TO_ADAMW) <= set(flags) and "router" in name)
-    }
+    optimizers, first, last = first_and_last(ranks, flags)
     owned = [name for optimizer in optimizers for name in optimizer["owned"]]
     assert sorted(owned) == sorted([*first] * instances)  # one owner in each
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aro_runs import ARO, DISTRIBUTED, MOE, same
 from pool import Pool
-from test_aro_training import check_steps
+from stepped import check_steps
 
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 EP2 = ["--expert-model-parallel-size", "2"]

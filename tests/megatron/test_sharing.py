@@ -13,9 +13,8 @@ from aro_runs import ARO, DISTRIBUTED, GATED, MOE, check_resumes, same, train_re
 from logical_state import logical, train_watched
 from monitored import train_on_given_gradients, train_read
 from pool import Pool
-from runs import full_weights
 from shared_runs import train_in_double
-from stepped import given
+from stepped import HIDDEN, first_and_last, given
 from test_aro_exchange import train_counting
 
 from megatron_aro.config import AROConfig
@@ -28,8 +27,6 @@ from megatron_aro.rotation import (
     new_fallback_counts,
 )
 
-HEADS, GROUPS, HIDDEN = 4, 2, 32
-HEAD = HIDDEN // HEADS
 CHAIN, GLOBAL = ["--aro-sharing", "chain"], ["--aro-sharing", "global"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -73,23 +70,6 @@ LAYOUTS = {
         [*CHAIN, *CP2, *PP2, *DISTRIBUTED, "--aro-qr", "qr"],
     ),
 }
-
-
-def split(name: str, stored: torch.Tensor, flags: list[str]) -> dict[str, torch.Tensor]:
-    """The matrices of a whole weight by name, cut as Megatron's own layers cut it."""
-    if "linear_qkv" in name and "--aro-split" not in flags:
-        queries = HEADS // GROUPS
-        sizes = {"q": queries, "gate": queries, "k": 1, "v": 1}
-        if stored.shape[0] == (HEADS + 2 * GROUPS) * HEAD:
-            del sizes["gate"]
-        grouped = stored.view(GROUPS, -1, HEAD, HIDDEN)
-        parts = grouped.split(list(sizes.values()), dim=1)
-        cut = {k: p.reshape(-1, HIDDEN) for k, p in zip(sizes, parts, strict=True)}
-    elif "linear_fc1" in name:
-        cut = dict(zip(("gate", "up"), stored.chunk(2), strict=True))
-    else:
-        return {name: stored}
-    return {f"{name}#{part}": matrix for part, matrix in cut.items()}
 
 
 def turned(name: str, flags: list[str]) -> bool:
@@ -156,14 +136,7 @@ def check_steps(ranks: list[dict[str, Any]], flags: list[str]) -> None:
     Members to 1e-6, where a step moves weights by 2e-3: float32 and another order of sums leave
     3e-8. What shares with nobody (under left, tall matrices) to 1e-4.
     """
-    assert all(rank["result"].exit_status == 0 for rank in ranks)
-    optimizers = [optimizer for rank in ranks for optimizer in rank["optimizers"]]
-    first = whole(optimizers, [optimizer["weights"] for optimizer in optimizers])
-    last = {
-        name: matrix
-        for stored, weight in full_weights([rank["result"] for rank in ranks]).items()
-        for name, matrix in split(stored, weight, flags).items()
-    }
+    optimizers, first, last = first_and_last(ranks, flags)
     reference = Reference(first, flags)
     for step in zip(*(optimizer["steps"] for optimizer in optimizers), strict=True):
         gradients = whole(optimizers, [pieces for pieces, _, _ in step])
