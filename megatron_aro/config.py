@@ -97,8 +97,9 @@ class AROConfig:
     precision: Precision = _setting(
         "fp16x3",
         "Precision of matrix products on the GPU inside ARO: fp16x3, operands in two float16 "
-        "halves with 22 bits, and fp16, in one with TF32's bits, both with float32 sums, are for "
-        "sinkhorn with aro and scqr2 or scqr; with other settings they mean fp32 and tf32.",
+        "halves with 22 bits, and fp16, in one with TF32's bits, both with float32 sums. Rotation "
+        "eigen, and aro with sinkhorn or rownorm, do all of a step so (with scqr2 and scqr); "
+        "others orthonormalise in float32.",
         Precision,
     )
     exchange_dtype: ExchangeDtype = _setting(
@@ -190,18 +191,18 @@ class AROConfig:
 
     @property
     def in_halves(self) -> bool:
-        """Whether a GPU's products are of float16 halves (`rotation.fast`)."""
+        """Whether a GPU turns rotations in products of float16 halves (`rotation.fast`)."""
+        scales = self.rotation == "aro" and self.projection in ("sinkhorn", "rownorm")
         return (
             self.precision in ("fp16", "fp16x3")
-            and self.projection == "sinkhorn"
-            and self.rotation == "aro"
+            and (scales or self.rotation == "eigen")
             and self.qr in ("scqr", "scqr2")
         )
 
     @property
     def replays(self) -> bool:
         """Whether GPUs step small batches by CUDA graphs (`sharding.cost.recorded`)."""
-        return self.cuda_graphs == "small" and self.in_halves
+        return self.cuda_graphs == "small" and (self.in_halves or self.rotation == "none")
 
     def _require(self, name: str, holds: Any, rule: str) -> None:
         value = getattr(self, name)

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_aro.cli import configs, parsing
 from megatron_aro.sharding.account import Account, Run, account
 from megatron_aro.sharding.buffers import padding_note
-from megatron_aro.sharding.cost import plain_rates_of, rates_of
+from megatron_aro.sharding.cost import rates_of
 from megatron_aro.sharding.gpt import GPT, Chunk, Split
 
 # Before the user's flags; they say nothing about the plan, but Megatron wants them.
@@ -313,7 +313,6 @@ def run_settings(args: argparse.Namespace) -> Run:
         workspace=aro.workspace_mib << 20,
         graphs=aro.replays,
         rates=rates_of(aro),
-        column_rates=plain_rates_of(aro),
         exchange_bytes={"fp32": 4, "bf16": 2}[aro.exchange_dtype],
     )
 

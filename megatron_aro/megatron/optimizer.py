@@ -60,7 +60,6 @@ from megatron_aro.runtime.exchange import Exchange
 from megatron_aro.runtime.matrix_optimizer import MatrixOptimizer
 from megatron_aro.sharding.cost import (
     batch_limit,
-    plain_rates_of,
     rates_of,
     seconds,
     turning_seconds,
@@ -322,7 +321,7 @@ def _bind(
     aro = wrapped.optimizer.aro
     cost = functools.partial(seconds, rates=rates_of(aro))
     at_most = functools.partial(batch_limit, workspace=aro.workspace_mib << 20)
-    turning = turning_seconds(by_columns.turned(placements), plain_rates_of(aro))
+    turning = turning_seconds(by_columns.turned(placements), rates_of(aro))
     plan = make_plan(sharded, tp, dp, cost, before, at_most, turning)
     for ranks, row in zip(grid.ranks, plan.loads, strict=True):
         loads.update(zip(ranks, row, strict=True))

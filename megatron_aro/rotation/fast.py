@@ -1,5 +1,6 @@
-"""The step of the defaults (sinkhorn, aro, scqr2 or scqr; float32) in products of float16 halves.
+"""The step in products of float16 halves: rotation aro with sinkhorn or rownorm, or eigen; float32.
 
+There A = M (P X Q)^T with X = R^T M, P and Q diagonal, positive (eigen: both are the identity).
 Square R is turned from within the old frame, orth(A) = orth(R N): `in_frame` has the derivation.
 Rows of X that count as zero leave their column of R in place.
 
@@ -25,6 +26,7 @@ from megatron_aro.kernels.products import add_product, gram, product, set_produc
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.in_frame import SHIFT
 from megatron_aro.rotation.orthonormal import Orthonormal
+from megatron_aro.rotation.precision import ROUNDOFF
 from megatron_aro.rotation.scaling import ZERO_COLUMN
 
 # Added to the unit diagonal of the Gram matrix of the last pass, whose share it is of the result's
@@ -32,15 +34,18 @@ from megatron_aro.rotation.scaling import ZERO_COLUMN
 LAST_SHIFT = 1e-10
 # A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot.
 SMALLEST_PIVOT = 1e-2
-# Unit round-off of hi and of hi + lo.
-ROUNDOFF = {"fp16": 4.9e-4, "fp16x3": 2.4e-7}
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
 RANGE = 2.0**12
 
 
 def covers(config: AROConfig, momentum: Tensor) -> bool:
-    """Whether this file has the step that the settings ask for, and the device gains from it."""
+    """Whether this file has the rotation that is asked for, and the device gains from it."""
     return config.in_halves and momentum.is_cuda and momentum.dtype == torch.float32
+
+
+def covers_update(config: AROConfig, momentum: Tensor) -> bool:
+    """Whether it has the update too: f is a scaling of rows and columns."""
+    return covers(config, momentum) and config.projection in ("sinkhorn", "rownorm")
 
 
 def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
@@ -52,7 +57,8 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
     split = config.precision == "fp16x3"
     m = _momentum(m_bmn, scale_b, split)
     r = halves(r_bmk, split=split, factor=RANGE)[0]
-    x, scales = _projected(r, m, config)
+    f = "eigen" if config.rotation == "eigen" else config.projection
+    x, scales = _projected(r, m, f, config)
     if config.qr == "scqr":
         return _one_pass(m, x, scales, config, split)
     square = r_bmk.shape[1] == r_bmk.shape[2]
@@ -69,7 +75,8 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
     del x
     if square:
         del m
-        a = _from_frame(r, z, squares, scales, split)
+        norms = _inverse_or_zero(scales.p_root * _root_inverse(squares))
+        a = _from_frame(r, product(z, z.mT, form="symmetric"), squares, norms, split)
         del r
     else:
         a = _from_momentum(m, z, squares, scales, split)
@@ -80,15 +87,16 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
 
 def extra_pass(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
     """scqr2's `attempt` and one more pass, which mends a last pass with a small pivot."""
-    q, _ = attempt(r_bmk, m_bmn, scale_b, config)
-    return _last_pass(*halves(q, split=True, factor=RANGE, squares="columns"))
+    return one_more(attempt(r_bmk, m_bmn, scale_b, config))
 
 
 def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Tensor:
     """Steps 4 and 5: U [b, m, n] in the frame R; arguments as for `attempt`."""
     split = config.precision == "fp16x3"
     m = _momentum(m_bmn, scale_b, split)
-    y, scales = _projected(halves(r_bmk, split=split, factor=RANGE)[0], m, config)
+    r = halves(r_bmk, split=split, factor=RANGE)[0]
+    y, scales = _projected(r, m, config.projection, config)
+    del r
     del m
     f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="all")
     assert squares is not None
@@ -113,24 +121,72 @@ def _momentum(m_bmn: Tensor, scale_b: Tensor, split: bool) -> _Momentum:
     return _Momentum(m, squares)
 
 
-def _projected(r: Halves, m: _Momentum, config: AROConfig) -> tuple[Tensor, Scales]:
-    """X = R^T M [b, k, n], as large as M is given, and Sinkhorn's scales of it."""
+def _projected(r: Halves, m: _Momentum, f: str, config: AROConfig) -> tuple[Tensor, Scales]:
+    """X = R^T M [b, k, n], as large as M is given, and f's scales of it; eigen's leave it alone."""
     x = product(r.mT, m.halves, 1.0 / RANGE)
     row = (2.0 * ROUNDOFF[config.precision]) ** 2 / r.hi.shape[1]
-    return x, sinkhorn_scales(x, config.sinkhorn_iters, m.squares_b, row, ZERO_COLUMN**2)
+    if f == "sinkhorn":
+        return x, sinkhorn_scales(x, config.sinkhorn_iters, m.squares_b, row, ZERO_COLUMN**2)
+    return x, _row_scales(x, m.squares_b, row, f == "rownorm")
+
+
+def _row_scales(x_bkn: Tensor, squares_b: Tensor, row_share: float, rownorm: bool) -> Scales:
+    """rownorm's, after zeroing X's columns that count as zero, or eigen's."""
+    _, k, n = x_bkn.shape
+    whole_b1 = squares_b.sqrt()[:, None]
+    if rownorm:
+        columns_bn = torch.linalg.vector_norm(x_bkn, dim=1)
+        x_bkn.masked_fill_((columns_bn < ZERO_COLUMN * whole_b1)[:, None, :], 0.0)
+    rows_bk = torch.linalg.vector_norm(x_bkn, dim=2)
+    rows_bk.masked_fill_(rows_bk < math.sqrt(row_share) * whole_b1, 0.0)
+    root = math.sqrt(n) * _inverse_or_zero(rows_bk)
+    q = torch.ones_like(x_bkn[:, 0])
+    if rownorm:
+        return Scales(root, q, root, q)
+    # One scale for all of X, as scqr's shift sees it; rows alike for Z, where it does not show.
+    p = math.sqrt(k * n) * _inverse_or_zero(whole_b1) * (root > 0)
+    return Scales(p, q, root, q)
+
+
+def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig) -> Orthonormal:
+    """As `in_frame.from_gram`, which names the arguments."""
+    split = config.precision == "fp16x3"
+    r, _ = halves(r_bmm, split=split, factor=RANGE)
+    norms = norms_bm1[:, :, 0]
+    return _last_pass(*_from_frame(r, s_bmm, (norms > 0).to(norms), norms, split))
+
+
+def one_more(first: Orthonormal) -> Orthonormal:
+    """A last pass again, which mends one with a small pivot."""
+    return _last_pass(*halves(first.q_bmk, split=True, factor=RANGE, squares="columns"))
+
+
+def gram_of_rows(z_kn: Tensor) -> Tensor:
+    """Z Z^T [k, k] of Z rounded to one half; the diagonal is as exact as `factor` wants it."""
+    scale = torch.linalg.vector_norm(z_kn, float("inf"), dim=1) / 256.0
+    inverse = _inverse_or_zero(scale)[None]
+    h, squares = halves(z_kn[None], split=False, rows_br=inverse, squares="rows")
+    assert squares is not None
+    s = product(h, h.mT)
+    s.diagonal(dim1=1, dim2=2).copy_(squares)
+    return s[0].mul_(scale[:, None]).mul_(scale)
 
 
 def _from_frame(
-    r: Halves, z: Halves, squares_bk: Tensor, scales: Scales, split: bool
+    r: Halves, s_bmm: Tensor, squares_bm: Tensor, norms_bm: Tensor, split: bool
 ) -> tuple[Halves, Tensor | None]:
-    """R N, [b, m, m], and the sums of squares of its columns."""
-    s = product(z, z.mT, form="symmetric")
-    lower = factor(s, squares_bk, _constant(SHIFT, squares_bk), inverse=False).l_bkk
-    # Z has the rows of P X Q^1/2, C = D Z Z^T D: L of S is that of C with rows over P D.
-    pd = scales.p_root * _root_inverse(squares_bk)
+    """R N, [b, m, m], and the sums of squares of its columns.
+
+    Args:
+        s_bmm: S with rows and columns times any scales; its lower triangle is read, all is lost.
+        squares_bm: its diagonal.
+        norms_bm: the root of S's diagonal, up to a factor.
+    """
+    lower = factor(s_bmm, squares_bm, _constant(SHIFT, squares_bm), inverse=False).l_bkk
+    # L of S is that of C, which has a unit diagonal, with rows times norms.
     n, _ = halves(
-        lower, split=split, rows_br=_inverse_or_zero(pd), factor=16.0, lower=True, unit=True,
-        columns_bc=pd / lower.diagonal(dim1=1, dim2=2),
+        lower, split=split, rows_br=norms_bm, factor=16.0, lower=True, unit=True,
+        columns_bc=_inverse_or_zero(norms_bm) / lower.diagonal(dim1=1, dim2=2),
     )  # fmt: skip
     del lower
     return halves(product(r, n, 4.0 / RANGE, "lower"), split=split, squares="columns")

@@ -19,6 +19,14 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import Precision
+from megatron_aro.kernels import products
+from megatron_aro.kernels.halves import halves
+from megatron_aro.rotation.scaling import reciprocal_or_zero
+
+# Unit round-off of products on a GPU.
+ROUNDOFF: dict[Precision, float] = {"fp32": 6e-8, "fp16x3": 2.4e-7, "tf32": 4.9e-4, "fp16": 4.9e-4}
+# Float32 operations that a GPU does while it launches what a product of halves takes.
+SMALL = 1e10
 
 _ROOT = ("generic", "all")
 # "mkldnn" is the CPU: there, "medium" would turn float32 products into bf16 ones.
@@ -56,12 +64,16 @@ def ieee_products() -> Iterator[None]:
 
 
 def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
-    """``a @ b``, TF32 on CUDA if ``precision`` says so; to be called inside ieee_products.
+    """``a @ b``, [m, k] by [k, n] or batches of them; to be called inside ieee_products.
 
-    The halves of fp16 and fp16x3 are for the steps of `fast`: elsewhere fp16 means TF32, which has
-    as many bits, and fp16x3 float32.
+    On CUDA as ``precision`` says. Small float32 products are float32's instead of fp16x3's, which
+    are as exact, and TF32's instead of fp16's, which have as many bits.
     """
-    if precision not in ("tf32", "fp16"):
+    if _in_halves(a, b, precision):
+        wide = a.dim() == 3
+        out = of_halves(a if wide else a[None], b if wide else b[None], precision == "fp16x3")
+        return out if wide else out[0]
+    if precision in ("fp32", "fp16x3"):
         return a @ b
     _set("cuda", "matmul", "tf32")
     try:
@@ -70,8 +82,28 @@ def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
         _set("cuda", "matmul", "ieee")
 
 
+def _in_halves(a: Tensor, b: Tensor, precision: Precision) -> bool:
+    if precision not in ("fp16", "fp16x3") or not a.is_cuda or a.dtype != torch.float32:
+        return False
+    return 2.0 * a.numel() * b.shape[-1] > SMALL
+
+
+def of_halves(a_bmk: Tensor, b_bkn: Tensor, split: bool) -> Tensor:
+    """``a @ b`` of float16 halves (`kernels.halves`), whatever the scales of a's rows, b's columns.
+
+    Entries below 1e-7 of the largest in their row or column lose bits. What is not finite makes its
+    row or column so.
+    """
+    rows = torch.linalg.vector_norm(a_bmk, float("inf"), dim=2)
+    columns = torch.linalg.vector_norm(b_bkn, float("inf"), dim=1)
+    left, _ = halves(a_bmk, split=split, rows_br=reciprocal_or_zero(rows), factor=4096.0)
+    right, _ = halves(b_bkn, split=split, columns_bc=reciprocal_or_zero(columns), factor=4096.0)
+    out = products.product(left, right, 4096.0**-2)
+    return out.mul_(rows[:, :, None]).mul_(columns[:, None, :])
+
+
 def unit_roundoff(x: Tensor, precision: Precision) -> float:
     """Unit round-off u of a ``product`` of tensors like ``x`` (spec, zero rows of R^T M)."""
     if x.dtype == torch.float64:
         return 1.1e-16
-    return 4.9e-4 if precision in ("tf32", "fp16") and x.device.type == "cuda" else 6e-8
+    return ROUNDOFF[precision if x.is_cuda else "fp32"]

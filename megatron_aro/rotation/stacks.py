@@ -10,7 +10,8 @@ looked ahead to, then `updates` on each with the new rotation. All processes nam
 the same order, those that they have no pieces of too.
 
 Shapes: m rows (the rotated side), n columns over all processes, k = min(m, n). A piece has n_i of
-the columns, M [m, n_i]; X and Y are R^T M [k, n_i]. Row sums are [k, 1].
+the columns, [m, n_i]; M [m, w], X and Y = R^T M [k, w] are of all pieces that a process has of a
+stack side by side, of no columns where it has none. Row sums are [k, 1].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import in_frame
+from megatron_aro.rotation import fast, in_frame
 from megatron_aro.rotation.orthonormal import Orthonormal, extra_pass, first_attempt, householder
 from megatron_aro.rotation.policies import polar_factor
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
@@ -39,7 +40,8 @@ from megatron_aro.rotation.scaling import (
 Total = Callable[[list[Tensor], str], list[Tensor]]
 """Elementwise "sum" or "max" over processes, of tensors that have the same shapes on each."""
 
-Pieces = list[list[Tensor]]  # a tensor for each piece of each stack
+Pieces = list[list[Tensor]]
+"""A tensor for each piece of each stack."""
 
 
 @dataclass
@@ -64,6 +66,10 @@ class Stack:
     columns: tuple[int, ...]
     """Of each member, over all processes."""
     pieces: list[Piece]
+
+    @property
+    def widths(self) -> list[int]:
+        return [piece.momentum.shape[1] for piece in self.pieces]
 
 
 @dataclass
@@ -103,14 +109,16 @@ def look_ahead(stacks: Sequence[Stack], config: AROConfig, total: Total) -> list
         if config.rotation != "eigen":
             _zero_small_columns(xs, rows2)
             fs, _ = _project(stacks, xs, looks, config, total, within)
-        for stack, look, x, f, row2, is_within in zip(
-            stacks, looks, xs, fs, rows2, within, strict=True
-        ):
-            for piece, x_kn, f_kn in zip(stack.pieces, x, f, strict=True):
-                left = x_kn if is_within else _momentum(piece, look)
-                look.target += product(left, f_kn.mT, config.precision)
-            if stack.pieces and not is_within:
+        for stack, look, f, row2, is_within in zip(stacks, looks, fs, rows2, within, strict=True):
+            if not stack.pieces:
+                continue
+            if not is_within:
+                look.target += product(_momentum(stack, look), f.mT, config.precision)
                 _take_new_columns(stack, look, row2)
+            elif fast.covers(config, f):
+                look.target += fast.gram_of_rows(f)
+            else:
+                look.target += f @ f.mT
     return looks
 
 
@@ -128,18 +136,22 @@ def turn(rotation_bmk: Tensor, looks: Sequence[Look], fallbacks: Tensor, config:
     target = torch.stack([look.target for look in looks])
     active_b = torch.stack([look.active for look in looks])
     within = in_frame.covers(config, rotation_bmk)
+    halved = fast.covers(config, rotation_bmk)
     if within:  # S, with rows and columns divided by what its diagonal says
         norms_bm1 = target.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]
         target *= reciprocal_or_zero(norms_bm1)
         target *= reciprocal_or_zero(norms_bm1).mT
 
     def first(i: Tensor) -> Orthonormal:
-        if within:
-            return in_frame.from_gram(rotation_bmk[i], target[i], norms_bm1[i], config)
-        return first_attempt(target[i], config)
+        if not within:
+            return first_attempt(target[i], config)
+        from_gram = fast.from_gram if halved else in_frame.from_gram
+        return from_gram(rotation_bmk[i], target[i], norms_bm1[i], config)
 
     def extra(i: Tensor) -> Orthonormal:
-        return in_frame.one_more(first(i), config) if within else extra_pass(target[i], config)
+        if not within:
+            return extra_pass(target[i], config)
+        return fast.one_more(first(i)) if halved else in_frame.one_more(first(i), config)
 
     def last(i: Tensor) -> Orthonormal:
         return householder(rotation_bmk[i] @ (norms_bm1[i] * target[i]) if within else target[i])
@@ -186,24 +198,45 @@ def updates(
         _zero_small_columns(ys, rows2)
         ds, moments = _project(stacks, ys, looks, config, total)
         norms2 = []
-        for stack, look, d_pieces, of_stack in zip(stacks, looks, ds, moments, strict=True):
+        for i, (stack, look) in enumerate(zip(stacks, looks, strict=True)):
+            if config.projection == "adam":
+                _keep(stack, look, moments[i])
+            if config.rotation != "none":
+                # Of f's scaled entries one half is enough, as in `fast`.
+                enough = fast.covers_update(config, stack.rotation)
+                ds[i] = product(stack.rotation, ds[i], "fp16" if enough else config.precision)
+            columns2 = torch.linalg.vector_norm(ds[i], dim=0).square()
             norm2 = look.scale.new_zeros(len(stack.columns))
-            for i, piece in enumerate(stack.pieces):
-                if piece.second_moment is not None:
-                    piece.second_moment.copy_(
-                        torch.where(look.finite, of_stack[i], piece.second_moment)
-                    )
-                if config.rotation != "none":
-                    d_pieces[i] = product(stack.rotation, d_pieces[i], config.precision)
-                norm2[piece.member] += d_pieces[i].square().sum()
+            for piece, of_piece in zip(stack.pieces, columns2.split(stack.widths), strict=True):
+                norm2[piece.member] += of_piece.sum()
             norms2.append(norm2)
-        for stack, d_pieces, norm2 in zip(stacks, ds, total(norms2, "sum"), strict=True):
-            good = (norm2 > 0) & norm2.isfinite()
-            for piece, d_mn in zip(stack.pieces, d_pieces, strict=True):
-                numel = d_mn.shape[0] * stack.columns[piece.member]
-                d_mn *= config.update_rms * math.sqrt(numel) / norm2[piece.member].sqrt()
-                d_mn.masked_fill_(~good[piece.member], 0.0)
-    return ds
+        of_all = total(norms2, "sum")
+        return [
+            _to_size(stack, d_mw, norm2, config.update_rms)
+            for stack, d_mw, norm2 in zip(stacks, ds, of_all, strict=True)
+        ]
+
+
+def _keep(stack: Stack, look: Look, moment: Tensor) -> None:
+    for piece, v in zip(stack.pieces, moment.split(stack.widths, dim=1), strict=True):
+        assert piece.second_moment is not None
+        piece.second_moment.copy_(torch.where(look.finite, v, piece.second_moment))
+
+
+def _to_size(stack: Stack, d_mw: Tensor, norm2: Tensor, rms: float) -> list[Tensor]:
+    """The pieces of D, in place, each with its member's RMS; 0 for members without a size."""
+    if not stack.pieces:
+        return []
+    factors = []
+    for piece in stack.pieces:
+        of_member = norm2[piece.member]
+        size = rms * math.sqrt(d_mw.shape[0] * stack.columns[piece.member])
+        good = (of_member > 0) & of_member.isfinite()
+        factor = torch.where(good, size / of_member.sqrt(), 0.0)
+        factors.append(factor.expand(piece.momentum.shape[1]))
+    factor_w = torch.cat(factors)
+    d_mw.mul_(factor_w).masked_fill_(factor_w == 0, 0.0)
+    return list(d_mw.split(stack.widths, dim=1))
 
 
 @contextmanager
@@ -233,26 +266,29 @@ def _frames(stacks: Sequence[Stack], total: Total) -> list[Look]:
     return looks
 
 
-def _momentum(piece: Piece, look: Look) -> Tensor:
-    return (piece.momentum * look.scale).masked_fill_(~look.active, 0.0)
+def _momentum(stack: Stack, look: Look) -> Tensor:
+    """M [m, w], scaled."""
+    if not stack.pieces:
+        return stack.rotation.new_zeros(stack.rotation.shape[0], 0)
+    m_mw = torch.cat([piece.momentum for piece in stack.pieces], dim=1)
+    return m_mw.mul_(look.scale).masked_fill_(~look.active, 0.0)
 
 
 def _into_frames(
     stacks: Sequence[Stack], looks: Sequence[Look], config: AROConfig, total: Total
-) -> tuple[Pieces, list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """R^T M and the squared norms of its whole rows, as `policies.into_frame`.
 
     With rotation "none" M itself, with all of its rows.
     """
     xs, sums = [], []
     for stack, look in zip(stacks, looks, strict=True):
-        momenta = [_momentum(piece, look) for piece in stack.pieces]
-        whole2 = sum((m.square().sum() for m in momenta), look.scale.new_zeros(()))
+        x = _momentum(stack, look)
+        whole2 = torch.linalg.vector_norm(x).square()
         if config.rotation != "none":
-            momenta = [product(stack.rotation.mT, m, config.precision) for m in momenta]
-        rows = _sum_of(stack, [_squares(x) for x in momenta], config)
-        sums.append(torch.cat([rows, whole2.view(1, 1)]))
-        xs.append(momenta)
+            x = product(stack.rotation.mT, x, config.precision)
+        sums.append(torch.cat([_squares(x), whole2.view(1, 1)]))
+        xs.append(x)
     rows2 = []
     for stack, x, of_all in zip(stacks, xs, total(sums, "sum"), strict=True):
         row2, whole2 = of_all[:-1], of_all[-1:]
@@ -260,19 +296,13 @@ def _into_frames(
             u = unit_roundoff(stack.rotation, config.precision)
             small = row2 < whole2 * (4.0 * u * u / stack.rotation.shape[0])
             row2 = row2.masked_fill(small, 0.0)
-            for x_kn in x:
-                x_kn.masked_fill_(small, 0.0)
+            x.masked_fill_(small, 0.0)
         rows2.append(row2)
     return xs, rows2
 
 
-def _squares(x_kn: Tensor) -> Tensor:
-    return x_kn.square().sum(dim=1, keepdim=True)
-
-
-def _sum_of(stack: Stack, rows: list[Tensor], config: AROConfig) -> Tensor:
-    m, k = stack.rotation.shape
-    return sum(rows, stack.rotation.new_zeros(m if config.rotation == "none" else k, 1))
+def _squares(x_kw: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x_kw, dim=1, keepdim=True).square()
 
 
 def _take_new_columns(stack: Stack, look: Look, row2: Tensor) -> None:
@@ -282,98 +312,82 @@ def _take_new_columns(stack: Stack, look: Look, row2: Tensor) -> None:
         return
     found = row2.sum() > 0
     look.target.masked_fill_(~found, 0.0)
-    for piece in stack.pieces:
-        stop = piece.column + piece.momentum.shape[1]
-        look.target[:, piece.column : stop] += _momentum(piece, look).masked_fill_(found, 0.0)
+    momenta = _momentum(stack, look).masked_fill_(found, 0.0).split(stack.widths, dim=1)
+    for piece, m_mn in zip(stack.pieces, momenta, strict=True):
+        look.target[:, piece.column : piece.column + m_mn.shape[1]] += m_mn
 
 
-def _zero_small_columns(xs: Pieces, rows2: list[Tensor]) -> None:
+def _zero_small_columns(xs: list[Tensor], rows2: list[Tensor]) -> None:
     """As `scaling.zero_small_columns`, in place: the whole is known from its rows."""
     for x, row2 in zip(xs, rows2, strict=True):
-        whole = row2.sum().sqrt()
-        for x_kn in x:
-            norms = torch.linalg.vector_norm(x_kn, dim=0, keepdim=True)
-            x_kn.masked_fill_(norms < ZERO_COLUMN * whole, 0.0)
+        norms = torch.linalg.vector_norm(x, dim=0)
+        x.masked_fill_(norms < ZERO_COLUMN * row2.sum().sqrt(), 0.0)
 
 
 def _project(
     stacks: Sequence[Stack],
-    xs: Pieces,
+    xs: list[Tensor],
     looks: Sequence[Look],
     config: AROConfig,
     total: Total,
     without_rows: Sequence[bool] = (),
-) -> tuple[Pieces, list[list[Tensor]]]:
-    """f and the second moments that result, as `projections.project` without its zero rule.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """f, in the place of X, and the second moments that result, as `projections.project` without
+    its zero rule.
 
     Args:
-        without_rows: stacks for which columns alone are to be scaled, by sinkhorn's Q and not by P.
+        without_rows: stacks for which Z with Z Z^T = X Q X^T is to be found, f(X) = P X Q.
     """
-    none: list[list[Tensor]] = [[] for _ in stacks]
+    if config.projection == "adam":
+        return _adam(stacks, xs, looks, config, total)
     if config.projection == "sign":
-        return [[x_kn.sign() for x_kn in x] for x in xs], none
+        return [x.sign_() for x in xs], []
     if config.projection == "rownorm":
-        sums = [
-            _sum_of(stack, [_squares(x_kn) for x_kn in x], config)
-            for stack, x in zip(stacks, xs, strict=True)
-        ]
-        rows = [reciprocal_or_zero(row2).sqrt() for row2 in total(sums, "sum")]
-        return [
-            x if any(without_rows[i : i + 1]) else [x_kn * row for x_kn in x]
-            for i, (x, row) in enumerate(zip(xs, rows, strict=True))
-        ], none
-    if config.projection == "sinkhorn":
-        ps, qs = _sinkhorn_scales(stacks, xs, config, total)
-        fs = []
-        for i, (x, p2, q) in enumerate(zip(xs, ps, qs, strict=True)):
-            f = [x_kn * q2.sqrt() for x_kn, q2 in zip(x, q, strict=True)]
-            if not any(without_rows[i : i + 1]):
-                f = [f_kn * p2.sqrt() for f_kn in f]
-            fs.append(f)
-        return fs, none
-    return _adam(stacks, xs, looks, config, total)
+        p2s = [reciprocal_or_zero(row2) for row2 in total([_squares(x) for x in xs], "sum")]
+    else:
+        p2s, q2s = _sinkhorn_scales(xs, config, total)
+        for i, (x, q2) in enumerate(zip(xs, q2s, strict=True)):
+            x *= q2.sqrt().sqrt() if any(without_rows[i : i + 1]) else q2.sqrt()
+    for i, (x, p2) in enumerate(zip(xs, p2s, strict=True)):
+        if not any(without_rows[i : i + 1]):
+            x *= p2.sqrt()
+    return xs, []
 
 
 def _sinkhorn_scales(
-    stacks: Sequence[Stack], xs: Pieces, config: AROConfig, total: Total
-) -> tuple[list[Tensor], Pieces]:
-    """p^2 of whole rows and q^2 of the pieces' columns, as `projections.sinkhorn_scales`."""
-    squares = [[x_kn.square() for x_kn in x] for x in xs]
-    ps = [torch.ones_like(_sum_of(stack, [], config)) for stack in stacks]
-    qs = [[torch.ones_like(s[:1]) for s in of_stack] for of_stack in squares]
+    xs: list[Tensor], config: AROConfig, total: Total
+) -> tuple[list[Tensor], list[Tensor]]:
+    """p^2 of whole rows and q^2 of X's columns, as `projections.sinkhorn_scales`."""
+    squares = [x.square() for x in xs]
+    ps = [x.new_ones(len(x), 1) for x in xs]
+    qs = [x.new_ones(1, x.shape[1]) for x in xs]
     for _ in range(config.sinkhorn_iters):
-        sums = [
-            _sum_of(stack, [s @ q2.mT for s, q2 in zip(of_stack, q, strict=True)], config)
-            for stack, of_stack, q in zip(stacks, squares, qs, strict=True)
-        ]
-        qs = [
-            [reciprocal_or_zero(p2.mT @ s) for s in of_stack]
-            for p2, of_stack in zip(ps, squares, strict=True)
-        ]
+        sums = [s @ q2.mT for s, q2 in zip(squares, qs, strict=True)]
+        qs = [reciprocal_or_zero(p2.mT @ s) for p2, s in zip(ps, squares, strict=True)]
         ps = [reciprocal_or_zero(rows) for rows in total(sums, "sum")]
     return ps, qs
 
 
 def _adam(
     stacks: Sequence[Stack],
-    xs: Pieces,
+    xs: list[Tensor],
     looks: Sequence[Look],
     config: AROConfig,
     total: Total,
-) -> tuple[Pieces, list[list[Tensor]]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """As `projections.adam`, brought to one scale over all pieces of a stack."""
     fs, moments, largest = [], [], []
     for stack, x, look in zip(stacks, xs, looks, strict=True):
-        f, of_stack = [], []
-        for piece, x_kn in zip(stack.pieces, x, strict=True):
-            assert piece.second_moment is not None, "adam has a second moment for each piece"
-            x_kn = x_kn / look.scale
-            v = second_moment_after(x_kn, piece.second_moment, config.beta2)
-            f.append(x_kn / (v.sqrt() + ADAM_EPS))
-            of_stack.append(v)
-        fs.append(f)
-        moments.append(of_stack)
-        entries = [largest_entry(f_kn[None]).view(()) for f_kn in f]
-        largest.append(torch.stack([look.scale.new_zeros(()), *entries]).amax())
+        of_pieces = [p.second_moment for p in stack.pieces if p.second_moment is not None]
+        assert len(of_pieces) == len(stack.pieces), "adam has a second moment for each piece"
+        v = torch.cat([x[:, :0], *of_pieces], dim=1)
+        x = x / look.scale
+        v = second_moment_after(x, v, config.beta2)
+        x /= v.sqrt().add_(ADAM_EPS)
+        largest.append(
+            largest_entry(x[None]).view(()) if stack.pieces else look.scale.new_zeros(())
+        )
+        fs.append(x)
+        moments.append(v)
     factors = [reciprocal_power_of_two(most) for most in total(largest, "max")]
-    return [[f_kn * factor for f_kn in f] for f, factor in zip(fs, factors, strict=True)], moments
+    return [f.mul_(factor) for f, factor in zip(fs, factors, strict=True)], moments

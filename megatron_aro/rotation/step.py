@@ -138,7 +138,8 @@ class Attempt:
 
 def is_recordable(batch: MatrixBatch, config: AROConfig) -> bool:
     """Whether a CUDA graph can hold its step without the ladder: nothing waits for the device."""
-    return fast.covers(config, batch.rotation) and use_triton(batch.rotation)
+    covered = config.rotation == "none" or fast.covers(config, batch.rotation)
+    return covered and use_triton(batch.rotation)
 
 
 @torch.no_grad()
@@ -201,7 +202,7 @@ def climb(batches: Sequence[MatrixBatch], attempts: Sequence[Attempt], config: A
 def finish_update(batch: MatrixBatch, attempt: Attempt, config: AROConfig) -> Tensor:
     """Steps 4 and 5, after `climb`; U [b, m, n]."""
     with _own_precision(batch):
-        if fast.covers(config, batch.momentum):
+        if fast.covers_update(config, batch.momentum):
             return fast.update(batch.rotation, batch.momentum, attempt.frame.factor, config)
         return _update(batch, attempt.frame, config)
 

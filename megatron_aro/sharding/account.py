@@ -60,7 +60,7 @@ class Run:
         exchange_bytes: an element that is gathered or returned.
         workspace: bytes that stepping a batch may take; one matrix always goes.
         graphs: whether small batches are CUDA graphs.
-        rates, column_rates: of matrices with an owner, and of those stepped by columns.
+        rates: of the GPU.
     """
 
     ranks: int
@@ -75,7 +75,6 @@ class Run:
     workspace: int = 2 << 30
     graphs: bool = True
     rates: Rates = H100["fp16x3"]
-    column_rates: Rates = H100["fp32"]
 
     def __post_init__(self) -> None:
         for product, what in (
@@ -280,12 +279,14 @@ def _add_groups(ranks: list[Figures], members: list[Member], run: Run) -> int:
             if rank != group.owner:
                 ranks[rank].shared_sent += size
                 buffers[rank] += 2 * size
-    elements: dict[int, list[int]] = {}
+    elements: dict[int, Counter[str]] = {}
     for member in members:
-        elements.setdefault(member.rank, []).append(member.shape[0] * member.shape[1])
-    for rank, of_rank in elements.items():
+        of_groups = elements.setdefault(member.rank, Counter())
+        of_groups[member.group] += member.shape[0] * member.shape[1]
+    for rank, of_groups in elements.items():
         of_turns = max(turned[rank].values(), default=0)
-        at_once = max(members_bytes(sum(of_rank), max(of_rank)), of_turns)
+        of_members = members_bytes(of_groups.total(), max(of_groups.values()))
+        at_once = max(of_members, of_turns)
         ranks[rank].workspace = max(ranks[rank].workspace, buffers[rank] + at_once)
     return len(plan.groups)
 
@@ -341,7 +342,7 @@ def _grid(
                     replicated = parameter.layout.axis is None
                     sharded.append(Sharded(matrix, cut[key], replicated, held))
     at_most = functools.partial(batch_limit, workspace=run.workspace)
-    turning = turning_seconds((matrix.shape for matrix in columns), run.column_rates)
+    turning = turning_seconds((matrix.shape for matrix in columns), run.rates)
     plan = make_plan(sharded, tp, dp, run.seconds, loads, at_most, turning)
     held_by = [list(accumulate(changes[aro]))[:dp] for aro in (True, False)]
     figures = [
@@ -362,7 +363,7 @@ def _grid(
             figure.tp_received = moved.received("tensor", run.exchange_bytes)
             figure.exchange = moved.buffers(run.exchange_bytes)
     if columns:
-        add_columns(columns, plan.turner, figures, run.column_rates)
+        add_columns(columns, plan.turner, figures, run.rates)
     return figures, plan
 
 

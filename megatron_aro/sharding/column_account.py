@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_aro.sharding.columns import ByColumns, moved
-from megatron_aro.sharding.cost import FP32, Rates, rotation_bytes, step_work, turning_seconds
+from megatron_aro.sharding.cost import (
+    FP32,
+    Rates,
+    members_bytes,
+    rotation_bytes,
+    step_work,
+    turning_seconds,
+)
 from megatron_aro.sharding.plan import Position
 
 if TYPE_CHECKING:
@@ -23,13 +30,14 @@ def add_columns(
 ) -> None:
     """Add it to the figures of the positions [tp][dp]; `owner` turns the rotations.
 
-    In a step each rank holds at its peak, of its columns, the momentum scaled, in the frame,
-    squared and projected, and of each rotation its share of A and two copies of it flat; or the
-    owner, while it turns them together, eleven m x k of each.
+    In a step each rank holds at its peak, beside what its columns take (`members_bytes`), of each
+    rotation its share of A and two copies of it flat; or the owner, while it turns them together,
+    eleven m x k of each.
     """
     for t, row in enumerate(figures):
         for d, figure in enumerate(row):
-            workspace = rotations = 0
+            rotations = 0
+            elements = [0]
             for matrix in matrices:
                 m, n = matrix.shape
                 start, stop = matrix.stepped(t, d)
@@ -44,7 +52,7 @@ def add_columns(
                 figure.flops += flops
                 figure.milliseconds += 1e3 * took
                 figure.rotation += rotation
-                workspace += 4 * FP32 * m * mine + 3 * rotation
+                elements.append(m * mine)
                 rotations += rotation
                 if len(figures) * len(row) > 1:
                     figure.summed += 2 * rotation + FP32 * _ROW_SUMS * min(m, n)
@@ -53,6 +61,7 @@ def add_columns(
                     rows = own[1] - own[0]
                     figure.dp_sent += FP32 * m * rows * (len(row) - 1)
                     figure.dp_received += FP32 * m * (true - rows)
+            workspace = members_bytes(sum(elements), max(elements)) + 3 * rotations
             turning = 11 * rotations if (t, d) == owner else 0
             figure.workspace = max(figure.workspace, workspace, turning)
             # Momenta there and updates back.

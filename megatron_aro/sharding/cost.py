@@ -74,15 +74,13 @@ H100: dict[Precision, Rates] = {
 
 
 def rates_of(aro: AROConfig) -> Rates:
-    """An H100's, for what these settings make of their precision."""
-    in_halves = aro.in_halves and aro.sharing == "none"
-    return H100[aro.precision] if in_halves else plain_rates_of(aro)
+    """An H100's, for what these settings make of their precision.
 
-
-def plain_rates_of(aro: AROConfig) -> Rates:
-    """The same without float16 halves, as `rotation.stacks` steps."""
+    Without `rotation.fast` factors are float32's, and products taken for it, though large ones are
+    of halves.
+    """
     plain: dict[Precision, Precision] = {"fp16": "tf32", "fp16x3": "fp32"}
-    return H100[plain.get(aro.precision, aro.precision)]
+    return H100[aro.precision if aro.in_halves else plain.get(aro.precision, aro.precision)]
 
 
 @cache
@@ -153,12 +151,15 @@ def batch_limit(m: int, n: int, workspace: int) -> int:
 
 
 def members_bytes(elements: int, largest: int) -> int:
-    """Memory of stepping what a rank owns of stacks, all at once, beside the momenta, in bytes.
+    """Memory of stepping what a rank has of stacks, all at once, beside the momenta, in bytes.
+
+    Projecting holds all of them in their frames and squared; to bring the last one into its frame
+    takes its momentum and, on GPUs, the halves of this.
 
     Args:
-        elements: of all its members; largest: of one.
+        elements: of all its members; largest: of those of one stack.
     """
-    return FP32 * (2 * elements + 3 * largest)
+    return FP32 * (elements + max(elements, 2 * largest))
 
 
 def turn_bytes(m: int, k: int) -> int:

@@ -146,14 +146,19 @@ def test_hardship_under_the_other_orthonormalisations(
 
 @pytest.mark.parametrize("precision", ["fp16x3", "fp16"])
 @pytest.mark.parametrize("qr", ["scqr2", "scqr"])
-def test_hardship_in_halves(precision: str, qr: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("projection", "rotation"), [("sinkhorn", "aro"), ("rownorm", "aro"), ("adam", "eigen")]
+)
+def test_hardship_in_halves(
+    precision: str, qr: str, projection: str, rotation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step of `rotation.fast`, by the torch twins of its kernels; on GPUs it is the tests' own.
 
     Updates have their size to the 1e-3 of float16 halves.
     """
     monkeypatch.setattr(fast, "covers", lambda config, momentum: True)
+    settings = {"qr": qr, "precision": precision, "projection": projection, "rotation": rotation}
     for hardship, shape in itertools.product(HARDSHIPS.values(), SHAPES):
-        settings = {"qr": qr, "precision": precision}
         hard = check(shape, "cpu", hardship, **settings)
         if hardship is not HARDSHIPS["NaN"]:
             expected = 0.0 if hardship in RESTING else 1.0

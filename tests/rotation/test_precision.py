@@ -8,7 +8,13 @@ from aro_cases import make_batch
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import compute_updates
-from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
+from megatron_aro.rotation.precision import (
+    ROUNDOFF,
+    ieee_products,
+    of_halves,
+    product,
+    unit_roundoff,
+)
 
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 NODES = [
@@ -137,3 +143,41 @@ def test_unit_roundoff():
     """On the CPU there is no TF32."""
     assert unit_roundoff(torch.zeros(1), "tf32") == 6e-8
     assert unit_roundoff(torch.zeros(1, dtype=torch.float64), "fp32") == 1.1e-16
+
+
+@pytest.mark.parametrize("precision", ["fp16x3", "fp16"])
+def test_products_of_halves(device: str, precision: str) -> None:
+    """Each entry to four times the unit round-off, whatever the scales of rows and columns; of
+    strides, zeros and what is not finite float32's answer, as far as this goes."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2, *s, generator=generator).to(device) for s in ((33, 100), (70, 100)))
+    a *= torch.logspace(-18, 18, 33, device=device)[:, None]
+    b *= torch.logspace(15, -15, 70, device=device)[:, None]
+    a[0, 3], b[1, 5] = 0.0, 0.0
+    b = b.mT  # columns in rows
+    expected = a.double() @ b.double()
+    size = torch.linalg.vector_norm(a.double(), dim=2)[:, :, None]
+    size = size * torch.linalg.vector_norm(b.double(), dim=1)[:, None, :]
+    with ieee_products():
+        found = of_halves(a, b, precision == "fp16x3")
+    assert found.dtype == torch.float32 and not found[0, 3].any() and not found[1, :, 5].any()
+    assert ((found - expected).abs() <= 4 * ROUNDOFF[precision] * size).all()
+    a[1, 4, 7], b[0, 9, 2] = torch.nan, torch.inf
+    with ieee_products():
+        found = of_halves(a, b, precision == "fp16x3")
+    bad = torch.zeros_like(found, dtype=torch.bool)
+    bad[1, 4], bad[0, :, 2] = True, True
+    assert torch.equal(found.isfinite(), ~bad)
+
+
+@pytest.mark.gpu
+def test_large_products_are_of_halves() -> None:
+    """From SMALL operations on, and not before; float64 never."""
+    a = torch.randn(1, 2048, 2048, device="cuda")
+    with ieee_products():
+        assert torch.equal(product(a, a, "fp16x3"), of_halves(a, a, True))
+        assert torch.equal(product(a[0], a[0], "fp16"), of_halves(a, a, False)[0])
+        part = a[:, :256, :256]
+        assert torch.equal(product(part, part, "fp16x3"), part @ part)
+        exact = a.double()
+        assert torch.equal(product(exact, exact, "fp16x3"), exact @ exact)

@@ -16,10 +16,11 @@ from aro_cases import PROJECTIONS, QRS, counts_by_rung, make_batch, normal
 from test_hardening import HARDSHIPS
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import advance_momentum, compute_updates, new_fallback_counts
+from megatron_aro.rotation import advance_momentum, compute_updates, fast, new_fallback_counts
 from megatron_aro.rotation.stacks import Look, Piece, Stack, covers, look_ahead, turn, updates
 
 ROTATIONS = ["aro", "eigen", "polar", "none"]
+FLOAT = torch.float32
 
 
 class Meeting:
@@ -172,9 +173,16 @@ def test_pieces_are_stepped_as_the_whole(projection: str, rotation: str, qr: str
 @pytest.mark.parametrize(
     ("projection", "rotation"), [("sinkhorn", "aro"), ("rownorm", "aro"), ("sinkhorn", "eigen")]
 )
-def test_square_stacks_turn_within_the_frame_in_float32(projection: str, rotation: str) -> None:
-    """Rows that fall to 1e-4, where scqr2 of A fails: as float64 has it, to 1 - cos of 1e-5."""
-    aro = AROConfig(precision="fp32", projection=projection, rotation=rotation)
+@pytest.mark.parametrize("precision", ["fp32", "fp16x3"])
+def test_square_stacks_turn_within_the_frame_in_float32(
+    projection: str, rotation: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that fall to 1e-4, where scqr2 of A fails: as float64 has it, to 1 - cos of 1e-5.
+
+    In halves as on a GPU, by the twins of its kernels: S has float16's 11 bits there.
+    """
+    aro = AROConfig(precision=precision, projection=projection, rotation=rotation)
+    monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves and x.dtype == FLOAT)
     rows = torch.logspace(0, -4, 24, dtype=torch.float64)[:, None]
     momenta = [[rows * m for m in of_step] for of_step in momenta_of([(24, 96)], torch.float64)]
     expected, _ = whole(momenta, aro)
@@ -244,8 +252,7 @@ VICTIMS = {1: (8, 24), 2: (1, 9), 3: (9, 1), 4: (10, 6), 5: (7, 7)}
 BESIDE = [(8, 24), *VICTIMS.values(), (8, 24)]
 
 
-@cache
-def beside(hardship, projection: str, rotation: str, device: str):
+def run_beside(hardship, projection: str, rotation: str, device: str):
     """Updates and rotations of stacks of which some are in hardship.
 
     Over three processes on the CPU, in one on CUDA: its precision of products is one setting for
@@ -255,6 +262,9 @@ def beside(hardship, projection: str, rotation: str, device: str):
     cuts = cuts_of(BESIDE) if device == "cpu" else [[(0, n)] for _, n in BESIDE]
     steps, rotations, *_ = run(momenta, cuts, AROConfig(projection=projection, rotation=rotation))
     return steps, rotations
+
+
+beside = cache(run_beside)
 
 
 @pytest.mark.parametrize("hardship", HARDSHIPS.values(), ids=HARDSHIPS.keys())
@@ -268,6 +278,19 @@ def test_stacks_endure_what_matrices_do(device: str, hardship) -> None:
             assert all(update.isfinite().all() for update in found), (projection, rotation)
             assert torch.equal(found[0], expected[0]) and torch.equal(found[-1], expected[-1])
         assert all(rotation_mk.isfinite().all() for rotation_mk in rotations)
+
+
+def test_stacks_in_halves_endure_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where a GPU takes halves, by the twins of its kernels."""
+    monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves)
+    healthy, _ = run_beside(None, "sinkhorn", "aro", "cpu")
+    for hardship in HARDSHIPS.values():
+        hard, rotations = run_beside(hardship, "sinkhorn", "aro", "cpu")
+        for expected, found in zip(healthy, hard, strict=True):
+            assert all(update.isfinite().all() for update in found)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[-1], expected[-1])
+        for r in rotations:
+            assert (r.mT @ r - torch.eye(r.shape[1])).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)

@@ -38,11 +38,19 @@ def test_small_batches_are_recorded_within_the_limit() -> None:
 
 
 def test_settings_that_no_graph_holds() -> None:
-    """Those whose step asks the device, and where none is wanted: `plan` counts no memory then."""
-    assert AROConfig().replays and not AROConfig(cuda_graphs="none").replays
+    """Those whose step torch's libraries do, and where none is wanted: `plan` counts no memory."""
+    assert all(AROConfig(**settings).replays for settings in REPLAYED)
+    assert not AROConfig(cuda_graphs="none").replays
     assert not AROConfig(projection="sign").replays and not AROConfig(precision="fp32").replays
 
 
+REPLAYED: list[dict[str, str]] = [
+    {},
+    {"qr": "scqr"},
+    {"projection": "rownorm"},
+    {"rotation": "eigen", "projection": "adam"},
+    {"rotation": "none"},
+]
 STEPS = 8
 B = 8
 
@@ -81,10 +89,10 @@ def steps(of: Stepped, aro: AROConfig, measured: int) -> list[torch.Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", [(96, 96, False), (64, 160, False), (64, 160, True)])
-@pytest.mark.parametrize("qr", ["scqr2", "scqr"])
-def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
-    """Updates, rotations and fall-backs, bit for bit; what a graph left is not taken for new."""
-    aro = AROConfig(qr=qr)
+@pytest.mark.parametrize("settings", REPLAYED, ids=str)
+def test_graphs_change_nothing(stored: tuple[int, int, bool], settings: dict[str, str]) -> None:
+    """Updates, state and fall-backs, bit for bit; what a graph left is not taken for new."""
+    aro = AROConfig(**settings)
     batch = Batch((0, 0), 0, stored, tuple(range(B)))
     plain, graphs = (
         Stepped(batch, new_state(aro, *batch.shape, torch.device("cuda")), aro) for _ in range(2)
@@ -95,7 +103,10 @@ def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
         assert torch.equal(found, expected)
     assert torch.equal(graphs.state.rotation, plain.state.rotation)
     assert torch.equal(graphs.state.fallbacks, plain.state.fallbacks)
-    assert plain.state.fallbacks[:, 1:].any() or qr == "scqr"  # the ladder was climbed
+    if aro.projection == "adam":
+        assert torch.equal(graphs.state.second_moment, plain.state.second_moment)
+    if aro.qr == "scqr2" and aro.rotation != "none":
+        assert plain.state.fallbacks[:, 1:].any()  # the ladder was climbed
     assert graphs.stored.numel() and not plain.stored.numel()
 
 
@@ -103,6 +114,6 @@ def test_graphs_change_nothing(stored: tuple[int, int, bool], qr: str) -> None:
 def test_graphs_under_expandable_segments() -> None:
     """The same with the allocator's setting that many large runs have."""
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "change_nothing and scqr2", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "change_nothing and eigen", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
