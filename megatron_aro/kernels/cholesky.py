@@ -71,10 +71,9 @@ def factor(
         tiles = columns * rows - (0 if inverse else columns * (columns - 1) // 2)
         # Tiles of L done in each row of tiles, then tiles of W done in each column of them.
         done = torch.zeros(b, 2, rows, dtype=torch.int32, device=s_bkk.device)
-        scratch = s_bkk.new_empty(b * columns * TILE * TILE)
         _factor[(tiles * b,)](
             s_bkk[:, start:, start:], squares_bk[:, start:], shift_b, l_bkk[:, start:, start:],
-            w_bkk[:, start:, start:], pivots[:, start // TILE :], done, scratch,
+            w_bkk[:, start:, start:], pivots[:, start // TILE :], done,
             k - start, k, pitch, b, rows, INVERSE=inverse, T=TILE, C=CHUNK, num_warps=WARPS,
         )  # fmt: skip
         if rest.start < k:  # what these columns take from the rest, in products
@@ -136,24 +135,27 @@ def _put(base, i, j, ld, value, T: tl.constexpr):
 
 
 @triton.jit
-def _factor_tile(a_ptr, l_ptr, w_ptr, ld, size, floor, T: tl.constexpr):
+def _factor_tile(acc, l_ptr, w_ptr, ld, size, floor, T: tl.constexpr):
     """L and L^-1 of one symmetric tile by elimination; returns the smallest pivot.
 
     Step c reads row c (column c by symmetry) and takes its multiple from the rows below, in the
     tile and in what becomes the inverse. A thread holds a whole column of both, so that with the
     loop unrolled a row is a register and all masks are known to the compiler: the sums below have
-    one term each (-0.0 is what it may drop from a sum).
+    one term each (-0.0 is what it may drop from a sum). Gathers along rows are what keeps the
+    compiler to that layout: it makes each one of shuffles between the 32 threads of a row. The
+    first gather moves no element; without it the tile would stay as the tensor cores left it.
     """
     rows = tl.arange(0, T)
     cols = tl.arange(0, T)
-    a = tl.load(a_ptr + rows[:, None] * T + cols[None, :], cache_modifier=".cg")
+    row_of = tl.broadcast_to(rows[:, None], (T, T))
+    a = tl.gather(acc, tl.broadcast_to(cols[None, :], (T, T)), axis=1)
     w = tl.where(rows[:, None] == cols[None, :], 1.0, 0.0).to(a.dtype)
     smallest = tl.full([T], float("inf"), dtype=a.dtype)
     for c in tl.static_range(T):
         here = rows[:, None] == c
         row = tl.sum(tl.where(here, a, -0.0), axis=0)
         w_row = tl.sum(tl.where(here, w, -0.0), axis=0)
-        column = tl.broadcast_to(row[:, None], (T, T))
+        column = tl.gather(tl.broadcast_to(row[None, :], (T, T)), row_of, axis=1)
         pivot = tl.sum(tl.where(here, column, -0.0), axis=0)
         least = tl.minimum(smallest, pivot, propagate_nan=tl.PropagateNan.ALL)
         smallest = tl.where(c < size, least, smallest)
@@ -213,7 +215,7 @@ def _subtract(acc, lower, l_done, i, j, stop, ld, T: tl.constexpr, C: tl.constex
     do_not_specialize_on_alignment=["s", "d", "shift", "pivots"],
 )
 def _factor(
-    s, d, shift, lower, w, pivots, done, scratch, k, size, ld, b, blocks,
+    s, d, shift, lower, w, pivots, done, k, size, ld, b, blocks,
     INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The first columns of the [k, k] last parts of [size, size] matrices, L's and W's in rows of
@@ -240,13 +242,9 @@ def _factor(
         acc = _scaled(s, d, shift + matrix, i, g, k, size, T)
         acc = _subtract(acc, lower, l_done, i, g, g, ld, T, C)
         if tile == 0:
-            here = scratch + (g * b + matrix) * T * T
-            inner = tl.arange(0, T)
-            tl.store(here + inner[:, None] * T + inner[None, :], acc)
-            tl.debug_barrier()
             corner = (g * T).to(tl.int64) * (ld + 1)
             floor = tl.maximum(tl.load(shift + matrix), 1e-12)
-            smallest = _factor_tile(here, lower + corner, w + corner, ld, k - g * T, floor, T)
+            smallest = _factor_tile(acc, lower + corner, w + corner, ld, k - g * T, floor, T)
             tl.store(pivots + matrix * tl.cdiv(size, T) + g, smallest)
         else:
             wait(l_done + g, g + 1)
