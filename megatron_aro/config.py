@@ -190,14 +190,15 @@ class AROConfig:
         return () if self.split == NONE else tuple(self.split.split(","))
 
     @property
+    def scales(self) -> bool:
+        """Whether A = M (P X Q)^T with diagonal P and Q, of which QR does not see P."""
+        by_f = self.rotation == "aro" and self.projection in ("sinkhorn", "rownorm")
+        return by_f or self.rotation == "eigen"
+
+    @property
     def in_halves(self) -> bool:
         """Whether a GPU turns rotations in products of float16 halves (`rotation.fast`)."""
-        scales = self.rotation == "aro" and self.projection in ("sinkhorn", "rownorm")
-        return (
-            self.precision in ("fp16", "fp16x3")
-            and (scales or self.rotation == "eigen")
-            and self.qr in ("scqr", "scqr2")
-        )
+        return self.precision in ("fp16", "fp16x3") and self.scales and self.qr in ("scqr", "scqr2")
 
     @property
     def replays(self) -> bool:

@@ -29,9 +29,8 @@ SHIFT = 1e-6
 
 def covers(config: AROConfig, r_bmk: Tensor) -> bool:
     """Whether `attempt` answers for these settings; float64 resolves enough without it."""
-    scales = config.rotation == "aro" and config.projection in ("sinkhorn", "rownorm")
     return (
-        (scales or config.rotation == "eigen")
+        config.scales
         and config.qr == "scqr2"
         and r_bmk.dtype == torch.float32
         and r_bmk.shape[1] == r_bmk.shape[2]

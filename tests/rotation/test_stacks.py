@@ -252,7 +252,8 @@ VICTIMS = {1: (8, 24), 2: (1, 9), 3: (9, 1), 4: (10, 6), 5: (7, 7)}
 BESIDE = [(8, 24), *VICTIMS.values(), (8, 24)]
 
 
-def run_beside(hardship, projection: str, rotation: str, device: str):
+@cache
+def beside(hardship, projection: str, rotation: str, device: str):
     """Updates and rotations of stacks of which some are in hardship.
 
     Over three processes on the CPU, in one on CUDA: its precision of products is one setting for
@@ -262,9 +263,6 @@ def run_beside(hardship, projection: str, rotation: str, device: str):
     cuts = cuts_of(BESIDE) if device == "cpu" else [[(0, n)] for _, n in BESIDE]
     steps, rotations, *_ = run(momenta, cuts, AROConfig(projection=projection, rotation=rotation))
     return steps, rotations
-
-
-beside = cache(run_beside)
 
 
 @pytest.mark.parametrize("hardship", HARDSHIPS.values(), ids=HARDSHIPS.keys())
@@ -283,9 +281,9 @@ def test_stacks_endure_what_matrices_do(device: str, hardship) -> None:
 def test_stacks_in_halves_endure_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where a GPU takes halves, by the twins of its kernels."""
     monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves)
-    healthy, _ = run_beside(None, "sinkhorn", "aro", "cpu")
+    healthy, _ = beside.__wrapped__(None, "sinkhorn", "aro", "cpu")
     for hardship in HARDSHIPS.values():
-        hard, rotations = run_beside(hardship, "sinkhorn", "aro", "cpu")
+        hard, rotations = beside.__wrapped__(hardship, "sinkhorn", "aro", "cpu")
         for expected, found in zip(healthy, hard, strict=True):
             assert all(update.isfinite().all() for update in found)
             assert torch.equal(found[0], expected[0]) and torch.equal(found[-1], expected[-1])
