@@ -21,12 +21,18 @@ COLUMNS = 256
 VECTOR = 256
 # Numbers in a matrix that counts as small, and in all that are worked on at a time.
 SMALL, CACHED = 2**21, 2**23
+MOST = 1e30  # of a ratio of squared scales, so that as many as there may be can be added
 
 
 class Scales(NamedTuple):
-    """p [b, k] and q [b, n] with f(X) = diag(p) X diag(q), of root mean square near one; and
-    the scales of Z = diag(p_root) X diag(q_root), q_root the square root of q up to a factor, of
-    the same size. Zero where a row or column counts as zero."""
+    """p [b, k] and q [b, n] with f(X) = diag(p) X diag(q); and the scales of
+    Z = diag(p_root) X diag(q_root), q_root the square root of q up to a factor. Zero where a row or
+    column counts as zero.
+
+    The root mean square of f(X) is one where the iterations have converged, and at most sqrt(k),
+    whatever X is. With p' the scales before the last iteration, the squares in a column of p' X q
+    add up to 1, so that those of f(X) do to at most max(p^2 / p'^2) in each. Divided by the mean of
+    that, entries do not leave float16's range."""
 
     p: Tensor
     q: Tensor
@@ -71,7 +77,7 @@ def _launch(
     done = torch.zeros(b, iterations, 2, dtype=torch.int32, device=x_bkn.device)
     _scales[(b * (iterations * (sums + inverts) + 1),)](
         x_bkn, buffer, done, squares_b, row_share, column_share, b, k, n, iterations,
-        ROWS=ROWS, R=STRIP, C=COLUMNS, V=VECTOR, num_warps=4,
+        ROWS=ROWS, R=STRIP, C=COLUMNS, V=VECTOR, MOST=MOST, num_warps=4,
     )  # fmt: skip
     shapes = [(b, k), (b, n), (b, k), (b, n)]
     ends = buffer[blocks + 2 * vectors :].split([i * j for i, j in shapes])
@@ -93,10 +99,10 @@ def sinkhorn_scales_twin(
             no_row, no_column = u < row_share * whole, v < column_share * whole
         u, v = u.masked_fill(no_row, 0.0), v.masked_fill(no_column, 0.0)
         before, p, q = p, _inverse(u), _inverse(v)
-    total = (before * _inverse(p)).sum(dim=1, keepdim=True)
-    n, q = q.shape[1], q.sqrt()
+    ratios = (p * _inverse(before)).clamp(max=MOST)
+    (k, n), q = x_bkn.shape[1:], q.sqrt()
     ratio = n * _inverse(_inverse(q).sum(dim=1, keepdim=True))
-    root = (total * p).sqrt()
+    root = k * (p * _inverse(ratios.sum(dim=1, keepdim=True))).sqrt()
     return Scales(root, q, root * ratio.sqrt(), q.sqrt())
 
 
@@ -112,7 +118,7 @@ def _reciprocal(x):
 @triton.jit(do_not_specialize=["b", "iterations"])
 def _scales(
     x, buffer, done, squares, row_share, column_share, b, k, n, iterations,
-    ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """For each iteration the programs that sum over blocks of X, then those that add and invert;
     in the end one for each matrix."""
@@ -138,7 +144,7 @@ def _scales(
             end + there + matrix * k, end + here + matrix * k, end + here + wide * k + matrix * n,
             out + matrix * k, out + wide * k + matrix * n,
             out + wide * (k + n) + matrix * k, out + wide * (2 * k + n) + matrix * n,
-            k, n, iterations == 1, V,
+            k, n, iterations == 1, MOST, V,
         )  # fmt: skip
     elif item < b * sums:
         matrix = (item // sums).to(tl.int64)
@@ -212,7 +218,10 @@ def _invert(source, parts, old, new, floor, block, size, first, V: tl.constexpr)
 
 
 @triton.jit
-def _roots(before, p, q, p_out, q_out, p_root, q_root, k, n, first, V: tl.constexpr):
+def _roots(
+    before, p, q, p_out, q_out, p_root, q_root, k, n, first,
+    MOST: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     """Scales from squared scales: see Scales."""
     total = tl.zeros([V], dtype=tl.float32)
     start = 0
@@ -220,9 +229,9 @@ def _roots(before, p, q, p_out, q_out, p_root, q_root, k, n, first, V: tl.conste
         at = start + tl.arange(0, V)
         new = tl.load(p + at, mask=at < k, other=0.0, cache_modifier=".cg")
         old = tl.load(before + at, mask=at < k, other=0.0, cache_modifier=".cg")
-        total += tl.where(first, 1.0, old) * _reciprocal(new)
+        total += tl.minimum(tl.where(first, new, new * _reciprocal(old)), MOST)
         start += V
-    size = tl.sum(total)
+    inverse_total = _reciprocal(tl.sum(total))
     inverse = tl.zeros([V], dtype=tl.float32)
     start = 0
     while start < n:
@@ -237,7 +246,7 @@ def _roots(before, p, q, p_out, q_out, p_root, q_root, k, n, first, V: tl.conste
     while start < k:
         at = start + tl.arange(0, V)
         new = tl.load(p + at, mask=at < k, other=0.0, cache_modifier=".cg")
-        root = tl.sqrt(size * new)
+        root = k * tl.sqrt(new * inverse_total)
         tl.store(p_out + at, root, mask=at < k)
         tl.store(p_root + at, root * ratio, mask=at < k)
         start += V

@@ -140,6 +140,25 @@ def test_sinkhorn(device, iterations):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("iterations", [1, 4, 5])
+def test_sinkhorn_that_does_not_converge(device, iterations):
+    """Blocks that hardly touch keep scales of their own, 1e8 apart: still float16 holds f(X).
+
+    The root mean square is at most sqrt(k), and entries have 11 bits of the largest.
+    """
+    x = normal(20, 12, 30).float() * 1e-10
+    for i, matrix in enumerate(x):
+        matrix[i % 10 + 1 :, i + 1 :] *= 1e10
+        matrix[: i % 10 + 1, : i + 1] *= 10.0 ** (14 - i % 9)
+    zero = torch.zeros(20, device=device)
+    p, q, *_ = sinkhorn_scales(x.to(device), iterations, zero, 0.0, 0.0)
+    f = p.cpu()[:, :, None] * x * q.cpu()[:, None, :]
+    assert f.isfinite().all()
+    assert f.square().mean(dim=(1, 2)).amax() <= 12 * (1 + 1e-5)
+    assert f.abs().amax(dim=(1, 2)).min() > 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_sinkhorn_floors(device):
     """Rows and columns below the floor have the scale zero, the others do not feel them."""
     x = normal(1, 40, 50).float()

@@ -165,6 +165,24 @@ def test_hardship_in_halves(
             assert hard[VICTIM][-1].item() == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize("rotation", ["aro", "eigen"])
+def test_sizes_in_halves_where_columns_fade(rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates have their size, to 1e-3, of 300 momenta for which Sinkhorn does not converge.
+
+    Next to each other stand there what it brings to scales 1e5 apart.
+    """
+    monkeypatch.setattr(fast, "covers", lambda config, momentum: True)
+    weights = [torch.nn.Parameter(normal(6, 10, seed=i)) for i in range(300)]
+    optimizer = ARO(weights, 1e-2, rotation=rotation)
+    for step in range(2):
+        for i, w in enumerate(weights):
+            w.grad = HARDSHIPS["columns fade"](normal(6, 10, seed=600 * step + i + 300), step)
+        before = [0.999 * w.detach() for w in weights]
+        optimizer.step()
+        for w, b in zip(weights, before, strict=True):
+            assert (w - b).square().mean().sqrt().item() == pytest.approx(2e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("projection", ["sinkhorn", "adam"])
 def test_an_expert_without_tokens_for_long(device: str, projection: str) -> None:
     """500 steps of zero gradients, through the denormals, and tokens again.
@@ -211,7 +229,7 @@ def test_parameters_frozen_midway(device: str) -> None:
     assert all(w.isfinite().all() for w in weights)
 
 
-@pytest.mark.parametrize("projection, rotation", itertools.product(PROJECTIONS, ROTATIONS))
+@pytest.mark.parametrize("projection, rotation", list(itertools.product(PROJECTIONS, ROTATIONS)))
 def test_learning_rate_zero(device: str, projection: str, rotation: str) -> None:
     """Weights stay to the bit, momentum and rotation go on."""
     weight = torch.nn.Parameter(normal(6, 9).to(device))
