@@ -161,15 +161,38 @@ def one_more(first: Orthonormal) -> Orthonormal:
     return _last_pass(*halves(first.q_bmk, split=True, factor=RANGE, squares="columns"))
 
 
-def gram_of_rows(z_kn: Tensor) -> Tensor:
-    """Z Z^T [k, k] of Z rounded to one half; the diagonal is as exact as `factor` wants it."""
-    scale = torch.linalg.vector_norm(z_kn, float("inf"), dim=1) / 256.0
+def into_frame(
+    r_mk: Tensor, m_mw: Tensor, scale: Tensor, config: AROConfig
+) -> tuple[Tensor, Tensor]:
+    """X = R^T M [k, w] and the sum of M's squares; M times ``scale`` [], whatever it holds if 0."""
+    split = config.precision == "fp16x3"
+    m = _momentum(m_mw[None], scale.view(1), split)
+    r, _ = halves(r_mk[None], split=split, factor=RANGE)
+    return product(r.mT, m.halves, RANGE**-2)[0], m.squares_b[0] * RANGE**-2
+
+
+def gram_of_rows(x_kw: Tensor, squares_k: Tensor, q_w: Tensor) -> Tensor:
+    """Z Z^T [k, k] of Z = X diag(q) in one half; the diagonal is as exact as `factor` wants it.
+
+    Args:
+        squares_k: of the rows of Z, which count as zero where it is.
+    """
+    scale = (squares_k / x_kw.shape[1]).sqrt()
     inverse = _inverse_or_zero(scale)[None]
-    h, squares = halves(z_kn[None], split=False, rows_br=inverse, squares="rows")
+    h, squares = halves(
+        x_kw[None], split=False, rows_br=inverse, columns_bc=q_w[None], squares="rows"
+    )
     assert squares is not None
     s = product(h, h.mT)
     s.diagonal(dim1=1, dim2=2).copy_(squares)
     return s[0].mul_(scale[:, None]).mul_(scale)
+
+
+def out_of_frame(r_mk: Tensor, x_kw: Tensor, p_k: Tensor, q_w: Tensor) -> Tensor:
+    """R diag(p) X diag(q), [m, w], in one half; entries behind R are at most 65504."""
+    r, _ = halves(r_mk[None], split=False, factor=RANGE)
+    f, _ = halves(x_kw[None], split=False, rows_br=p_k[None], columns_bc=q_w[None])
+    return product(r, f, 1.0 / RANGE)[0]
 
 
 def _from_frame(

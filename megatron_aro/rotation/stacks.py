@@ -16,17 +16,26 @@ stack side by side, of no columns where it has none. Row sums are [k, 1].
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation import fast, in_frame
+from megatron_aro.rotation import fast, in_frame, stacks_in_halves
 from megatron_aro.rotation.orthonormal import Orthonormal, extra_pass, first_attempt, householder
+from megatron_aro.rotation.pieces import (
+    Look,
+    Pieces,
+    Stack,
+    Total,
+    column_factors,
+    frames,
+    member_squares,
+    momentum,
+    take_new_columns,
+)
 from megatron_aro.rotation.policies import polar_factor
 from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
 from megatron_aro.rotation.projections import ADAM_EPS, second_moment_after
@@ -36,56 +45,6 @@ from megatron_aro.rotation.scaling import (
     reciprocal_or_zero,
     reciprocal_power_of_two,
 )
-
-Total = Callable[[list[Tensor], str], list[Tensor]]
-"""Elementwise "sum" or "max" over processes, of tensors that have the same shapes on each."""
-
-Pieces = list[list[Tensor]]
-"""A tensor for each piece of each stack."""
-
-
-@dataclass
-class Piece:
-    """Some columns of one member of a stack."""
-
-    momentum: Tensor
-    """[m, n_i], float32 or float64, already advanced by step 1; read only, any strides."""
-    member: int = 0
-    column: int = 0
-    """The first of these columns in the stack."""
-    second_moment: Tensor | None = None
-    """[k, n_i] ([m, n_i] for rotation "none"), projection "adam" only; overwritten in place."""
-
-
-@dataclass
-class Stack:
-    """What this process has of a stack."""
-
-    rotation: Tensor
-    """[m, k], on every process that has pieces; on others anything of that shape, expanded say."""
-    columns: tuple[int, ...]
-    """Of each member, over all processes."""
-    pieces: list[Piece]
-
-    @property
-    def widths(self) -> list[int]:
-        return [piece.momentum.shape[1] for piece in self.pieces]
-
-
-@dataclass
-class Look:
-    """A stack between its look ahead and its updates; all but the target alike on all processes."""
-
-    target: Tensor
-    """[m, k], this process's share of what is to be orthonormalised: A, or where `in_frame` covers
-    the stack S = X Q X^T. Its sum over processes is what `turn` needs. Zeros in the memory of one
-    where the process has no pieces."""
-    scale: Tensor
-    """[], the power of two by which the momentum is multiplied."""
-    finite: Tensor
-    """bool []"""
-    active: Tensor
-    """bool []: finite and not zero, nor denormal throughout."""
 
 
 def covers(config: AROConfig) -> bool:
@@ -99,10 +58,13 @@ def look_ahead(stacks: Sequence[Stack], config: AROConfig, total: Total) -> list
 
     The state of f is not advanced. With rotation "none" there is nothing to turn.
     """
-    looks = _frames(stacks, total)
+    looks = frames(stacks, total)
     if config.rotation == "none":
         return looks
     with _own_precision(looks):
+        if stacks_in_halves.covers(stacks, config):
+            stacks_in_halves.look_ahead(stacks, looks, config, total)
+            return looks
         xs, rows2 = _into_frames(stacks, looks, config, total)
         within = [in_frame.covers(config, stack.rotation[None]) for stack in stacks]
         fs = xs
@@ -112,13 +74,11 @@ def look_ahead(stacks: Sequence[Stack], config: AROConfig, total: Total) -> list
         for stack, look, f, row2, is_within in zip(stacks, looks, fs, rows2, within, strict=True):
             if not stack.pieces:
                 continue
-            if not is_within:
-                look.target += product(_momentum(stack, look), f.mT, config.precision)
-                _take_new_columns(stack, look, row2)
-            elif fast.covers(config, f):
-                look.target += fast.gram_of_rows(f)
-            else:
+            if is_within:
                 look.target += f @ f.mT
+            else:
+                look.target += product(momentum(stack, look), f.mT, config.precision)
+                take_new_columns(stack, look, row2)
     return looks
 
 
@@ -194,6 +154,8 @@ def updates(
     The RMS is ``config.update_rms`` over each whole member. Second moments advance in place.
     """
     with _own_precision(looks):
+        if stacks_in_halves.covers_updates(stacks, config):
+            return stacks_in_halves.updates(stacks, looks, config, total)
         ys, rows2 = _into_frames(stacks, looks, config, total)
         _zero_small_columns(ys, rows2)
         ds, moments = _project(stacks, ys, looks, config, total)
@@ -202,19 +164,13 @@ def updates(
             if config.projection == "adam":
                 _keep(stack, look, moments[i])
             if config.rotation != "none":
-                # Of f's scaled entries one half is enough, as in `fast`.
-                enough = fast.covers_update(config, stack.rotation)
-                ds[i] = product(stack.rotation, ds[i], "fp16" if enough else config.precision)
+                ds[i] = product(stack.rotation, ds[i], config.precision)
             columns2 = torch.linalg.vector_norm(ds[i], dim=0).square()
-            norm2 = look.scale.new_zeros(len(stack.columns))
-            for piece, of_piece in zip(stack.pieces, columns2.split(stack.widths), strict=True):
-                norm2[piece.member] += of_piece.sum()
-            norms2.append(norm2)
-        of_all = total(norms2, "sum")
-        return [
-            _to_size(stack, d_mw, norm2, config.update_rms)
-            for stack, d_mw, norm2 in zip(stacks, ds, of_all, strict=True)
-        ]
+            norms2.append(member_squares(stack, columns2))
+        for stack, d_mw, norm2 in zip(stacks, ds, total(norms2, "sum"), strict=True):
+            factor_w = column_factors(stack, norm2, config.update_rms)
+            d_mw.mul_(factor_w).masked_fill_(factor_w == 0, 0.0)
+        return [list(d.split(stack.widths, dim=1)) for stack, d in zip(stacks, ds, strict=True)]
 
 
 def _keep(stack: Stack, look: Look, moment: Tensor) -> None:
@@ -223,55 +179,11 @@ def _keep(stack: Stack, look: Look, moment: Tensor) -> None:
         piece.second_moment.copy_(torch.where(look.finite, v, piece.second_moment))
 
 
-def _to_size(stack: Stack, d_mw: Tensor, norm2: Tensor, rms: float) -> list[Tensor]:
-    """The pieces of D, in place, each with its member's RMS; 0 for members without a size."""
-    if not stack.pieces:
-        return []
-    factors = []
-    for piece in stack.pieces:
-        of_member = norm2[piece.member]
-        size = rms * math.sqrt(d_mw.shape[0] * stack.columns[piece.member])
-        good = (of_member > 0) & of_member.isfinite()
-        factor = torch.where(good, size / of_member.sqrt(), 0.0)
-        factors.append(factor.expand(piece.momentum.shape[1]))
-    factor_w = torch.cat(factors)
-    d_mw.mul_(factor_w).masked_fill_(factor_w == 0, 0.0)
-    return list(d_mw.split(stack.widths, dim=1))
-
-
 @contextmanager
 def _own_precision(looks: Sequence[Look]) -> Iterator[None]:
     devices = {look.target.device.type for look in looks} or {"cpu"}
     with torch.autocast(devices.pop(), enabled=False), ieee_products():
         yield
-
-
-def _frames(stacks: Sequence[Stack], total: Total) -> list[Look]:
-    """As `step._Frame`, of whole stacks."""
-    largest = []
-    for stack in stacks:
-        entries = [largest_entry(piece.momentum[None]).view(()) for piece in stack.pieces]
-        most = torch.stack([stack.rotation.new_zeros(()), *entries]).amax()
-        # What a maximum over ranks would make of NaN is the library's choice.
-        largest.append(most.nan_to_num(nan=math.inf, posinf=math.inf))
-    looks = []
-    for stack, most in zip(stacks, total(largest, "max"), strict=True):
-        finite = most.isfinite()
-        active = finite & (most >= torch.finfo(most.dtype).tiny)
-        # Without pieces here a share of nothing, which takes no memory.
-        share = stack.rotation.new_zeros(()).expand(stack.rotation.shape)
-        if stack.pieces:
-            share = share.clone(memory_format=torch.contiguous_format)
-        looks.append(Look(share, reciprocal_power_of_two(most), finite, active))
-    return looks
-
-
-def _momentum(stack: Stack, look: Look) -> Tensor:
-    """M [m, w], scaled."""
-    if not stack.pieces:
-        return stack.rotation.new_zeros(stack.rotation.shape[0], 0)
-    m_mw = torch.cat([piece.momentum for piece in stack.pieces], dim=1)
-    return m_mw.mul_(look.scale).masked_fill_(~look.active, 0.0)
 
 
 def _into_frames(
@@ -283,7 +195,7 @@ def _into_frames(
     """
     xs, sums = [], []
     for stack, look in zip(stacks, looks, strict=True):
-        x = _momentum(stack, look)
+        x = momentum(stack, look)
         whole2 = torch.linalg.vector_norm(x).square()
         if config.rotation != "none":
             x = product(stack.rotation.mT, x, config.precision)
@@ -303,18 +215,6 @@ def _into_frames(
 
 def _squares(x_kw: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x_kw, dim=1, keepdim=True).square()
-
-
-def _take_new_columns(stack: Stack, look: Look, row2: Tensor) -> None:
-    """Where a thin R has nothing of M in its span, A = M, as in `policies.target`."""
-    m, k = stack.rotation.shape
-    if m == k:
-        return
-    found = row2.sum() > 0
-    look.target.masked_fill_(~found, 0.0)
-    momenta = _momentum(stack, look).masked_fill_(found, 0.0).split(stack.widths, dim=1)
-    for piece, m_mn in zip(stack.pieces, momenta, strict=True):
-        look.target[:, piece.column : piece.column + m_mn.shape[1]] += m_mn
 
 
 def _zero_small_columns(xs: list[Tensor], rows2: list[Tensor]) -> None:

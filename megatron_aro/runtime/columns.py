@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import initial_rotation, new_fallback_counts
+from megatron_aro.rotation.pieces import Look, Piece, Stack, Total
 from megatron_aro.rotation.scaling import ZERO_COLUMN
-from megatron_aro.rotation.stacks import Look, Piece, Stack, Total, look_ahead, turn, updates
+from megatron_aro.rotation.stacks import look_ahead, turn, updates
 from megatron_aro.runtime.totals import total_over
 from megatron_aro.sharding.columns import ByColumns
 from megatron_aro.sharding.plan import Position

@@ -21,7 +21,8 @@ from megatron_aro.rotation import (
     new_fallback_counts,
 )
 from megatron_aro.rotation.monitor import orthogonality_error
-from megatron_aro.rotation.stacks import Look, Piece, Stack, look_ahead, turn, updates
+from megatron_aro.rotation.pieces import Look, Piece, Stack
+from megatron_aro.rotation.stacks import look_ahead, turn, updates
 from megatron_aro.runtime.totals import total_over
 from megatron_aro.sharding.groups import GroupPlan
 

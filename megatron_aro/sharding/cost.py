@@ -153,13 +153,14 @@ def batch_limit(m: int, n: int, workspace: int) -> int:
 def members_bytes(elements: int, largest: int) -> int:
     """Memory of stepping what a rank has of stacks, all at once, beside the momenta, in bytes.
 
-    Projecting holds all of them in their frames and squared; to bring the last one into its frame
-    takes its momentum and, on GPUs, the halves of this.
+    Projecting holds all of them in their frames and squared, and the update is made from one half
+    of a stack; to bring the last one into its frame takes its momentum and, on GPUs, the halves of
+    this.
 
     Args:
         elements: of all its members; largest: of those of one stack.
     """
-    return FP32 * (elements + max(elements, 2 * largest))
+    return FP32 * (elements + max(elements + largest // 2, 2 * largest))
 
 
 def turn_bytes(m: int, k: int) -> int:

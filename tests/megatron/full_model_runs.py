@@ -48,7 +48,7 @@ def train_full(argv: list[str], vanishing: bool = False) -> dict[str, Any]:
         the axis that tensor parallelism cuts, the first element held and the shape of the shard.
     """
     from megatron_aro.megatron import by_columns
-    from megatron_aro.rotation import stacks
+    from megatron_aro.rotation.pieces import Piece
     from megatron_aro.runtime import columns
 
     found: dict[int, dict[str, Any]] = {}
@@ -73,9 +73,9 @@ def train_full(argv: list[str], vanishing: bool = False) -> dict[str, Any]:
         found[id(wrapped.optimizer)] = held
         return make(wrapped, placements, *args)
 
-    def piece(momentum: torch.Tensor, column: int) -> stacks.Piece:
+    def piece(momentum: torch.Tensor, column: int) -> Piece:
         largest[0] = max(largest[0], momentum.numel())
-        return stacks.Piece(momentum.double(), column=column)
+        return Piece(momentum.double(), column=column)
 
     by_columns.make = made
     columns.Piece = piece

@@ -13,7 +13,7 @@ def train_in_double(argv: list[str]) -> dict[str, Any]:
 
     Momenta and weights stay float32, as in `full_model_runs.train_full`.
     """
-    from megatron_aro.rotation.stacks import Piece
+    from megatron_aro.rotation.pieces import Piece
     from megatron_aro.runtime import sharing
 
     initial = sharing.initial_rotation

@@ -17,7 +17,8 @@ from test_hardening import HARDSHIPS
 
 from megatron_aro.config import AROConfig
 from megatron_aro.rotation import advance_momentum, compute_updates, fast, new_fallback_counts
-from megatron_aro.rotation.stacks import Look, Piece, Stack, covers, look_ahead, turn, updates
+from megatron_aro.rotation.pieces import Look, Piece, Stack
+from megatron_aro.rotation.stacks import covers, look_ahead, turn, updates
 
 ROTATIONS = ["aro", "eigen", "polar", "none"]
 FLOAT = torch.float32
