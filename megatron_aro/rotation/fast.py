@@ -188,11 +188,12 @@ def gram_of_rows(x_kw: Tensor, squares_k: Tensor, q_w: Tensor) -> Tensor:
     return s[0].mul_(scale[:, None]).mul_(scale)
 
 
-def out_of_frame(r_mk: Tensor, x_kw: Tensor, p_k: Tensor, q_w: Tensor) -> Tensor:
-    """R diag(p) X diag(q), [m, w], in one half; entries behind R are at most 65504."""
+def out_of_frame(r_mk: Tensor, x_kw: Tensor, p_k: Tensor, q_w: Tensor, factor: float) -> Tensor:
+    """``factor * R diag(p) X diag(q)``, [m, w], in one half: entries of diag(p) X diag(q) beyond
+    float16 become its largest."""
     r, _ = halves(r_mk[None], split=False, factor=RANGE)
     f, _ = halves(x_kw[None], split=False, rows_br=p_k[None], columns_bc=q_w[None])
-    return product(r, f, 1.0 / RANGE)[0]
+    return product(r, f, factor / RANGE)[0]
 
 
 def _from_frame(

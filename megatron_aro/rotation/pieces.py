@@ -126,12 +126,11 @@ def column_factors(stack: Stack, norm2: Tensor, rms: float) -> Tensor:
     Args:
         norm2: of whole members.
     """
-    m = stack.rotation.shape[0]
-    sizes = norm2.new_tensor([rms * math.sqrt(m * columns) for columns in stack.columns])
     good = (norm2 > 0) & norm2.isfinite()
-    factors = torch.where(good, sizes / norm2.sqrt(), 0.0)
-    of_pieces = [
-        factors[piece.member].expand(width)
-        for piece, width in zip(stack.pieces, stack.widths, strict=True)
-    ]
-    return torch.cat([norm2[:0], *of_pieces])
+    inverse = torch.where(good, norm2.sqrt().reciprocal(), 0.0)
+    factors = [norm2[:0]]
+    for piece, width in zip(stack.pieces, stack.widths, strict=True):
+        # A tensor of all members' sizes would be copied to the device, for which the host waits.
+        size = rms * math.sqrt(stack.rotation.shape[0] * stack.columns[piece.member])
+        factors.append((size * inverse[piece.member]).expand(width))
+    return torch.cat(factors)

@@ -88,8 +88,9 @@ def updates(
         if not stack.pieces:
             found.append([])
             continue
-        q = q2.sqrt()[0] * column_factors(stack, norm2, config.update_rms)
-        d_mw = fast.out_of_frame(stack.rotation, x.x_kw, p2.sqrt()[:, 0], q)
+        # Of RMS one no entry is larger than the root of a member's elements.
+        p, q = p2.sqrt()[:, 0], q2.sqrt()[0] * column_factors(stack, norm2, 1.0)
+        d_mw = fast.out_of_frame(stack.rotation, x.x_kw, p, q, config.update_rms)
         found.append(list(d_mw.split(stack.widths, dim=1)))
     return found
 

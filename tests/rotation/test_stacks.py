@@ -213,20 +213,29 @@ def test_sums_are_few_and_short() -> None:
     assert max(one) == 8 * 8 and four == [4 * n for n in one]
 
 
-def test_each_member_has_its_own_rms() -> None:
-    """Two matrices side by side, one 1e6 times the other: both updates have RMS 0.2."""
-    m_mn = normal(6, 30, dtype=torch.float64)
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("projection", ["sinkhorn", "rownorm"])
+@pytest.mark.parametrize("rms", [0.2, 50.0])
+def test_each_member_has_its_own_rms(
+    halved: bool, projection: str, rms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two matrices side by side, one 1e6 times the other: both updates have the RMS asked for."""
+    dtype = torch.float64
+    if halved:
+        dtype = torch.float32
+        monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves)
+    m_mn = normal(6, 30, dtype=dtype)
     m_mn[:, 10:] *= 1e-6
-    aro = AROConfig()
+    aro = AROConfig(projection=projection, update_rms=rms)
     pieces = [Piece(m_mn[:, :10], 0, 0), Piece(m_mn[:, 10:], 1, 10)]
-    stack = Stack(torch.eye(6, dtype=torch.float64), (10, 20), pieces)
+    stack = Stack(torch.eye(6, dtype=dtype), (10, 20), pieces)
     looks = look_ahead([stack], aro, lambda tensors, op: tensors)
     rotation = stack.rotation[None].clone()
     turn(rotation, looks, new_fallback_counts(1, "cpu"), aro)
     stack.rotation = rotation[0]
     (parts,) = updates([stack], looks, aro, lambda tensors, op: tensors)
     for part in parts:
-        assert part.square().mean().sqrt() == pytest.approx(0.2)
+        assert part.square().mean().sqrt() == pytest.approx(rms, rel=1e-3 if halved else 1e-6)
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
