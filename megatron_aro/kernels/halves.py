@@ -42,7 +42,6 @@ def halves(
     columns_bc: Tensor | None = None,
     factor: float = 1.0,
     lower: bool = False,
-    unit: bool = False,
     squares: Literal["rows", "columns", "all"] | None = None,
 ) -> tuple[Halves, Tensor | None]:
     """``factor * scale * diag(rows) x diag(columns)``; entries beyond float16 become its largest.
@@ -52,14 +51,11 @@ def halves(
         split: ``hi + lo`` instead of ``hi`` alone.
         scale_b: where it is 0 the result is 0, whatever x holds.
         lower: zeros above the diagonal.
-        unit: ``factor`` on the diagonal.
         squares: also return the sums of squares of the result's rows [b, r], columns [b, c] or
             all entries [b], of what the halves hold, in float32.
     """
     if not use_triton(x_brc):
-        return _halves_twin(
-            x_brc, split, scale_b, rows_br, columns_bc, factor, lower, unit, squares
-        )
+        return _halves_twin(x_brc, split, scale_b, rows_br, columns_bc, factor, lower, squares)
     b, r, c = x_brc.shape
     vectors = [x_brc if v is None else v.contiguous() for v in (scale_b, rows_br, columns_bc)]
     hi = torch.empty(b, r, c, dtype=torch.float16, device=x_brc.device)
@@ -71,7 +67,7 @@ def halves(
     _halves[grid](
         x_brc, hi, lo, *vectors, sums,
         r, c, *x_brc.stride(), factor, split, scale_b is not None, rows_br is not None,
-        columns_bc is not None, lower, unit, squares in ("rows", "all"), squares == "columns",
+        columns_bc is not None, lower, squares in ("rows", "all"), squares == "columns",
         BLOCK_ROWS, BLOCK_COLUMNS, LARGEST, num_warps=4,
     )  # fmt: skip
     if squares is None:
@@ -82,7 +78,7 @@ def halves(
 
 def _halves_twin(
     x: Tensor, split: bool, scale: Tensor | None, rows: Tensor | None, columns: Tensor | None,
-    factor: float, lower: bool, unit: bool, squares: str | None,
+    factor: float, lower: bool, squares: str | None,
 ) -> tuple[Halves, Tensor | None]:  # fmt: skip
     """The same by torch."""
     if scale is not None:
@@ -94,8 +90,6 @@ def _halves_twin(
     x = x * factor
     if lower:
         x = torch.tril(x)
-    if unit:
-        x.diagonal(dim1=1, dim2=2).fill_(factor)
     x = x.clamp(-LARGEST, LARGEST)
     hi = x.half()
     lo = (x - hi).half() if split else None
@@ -110,7 +104,7 @@ def _halves_twin(
 def _halves(
     x, hi, lo, scale, row_scale, column_scale, sums, r, c, x_b, x_r, x_c, factor,
     SPLIT: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LOWER: tl.constexpr, UNIT: tl.constexpr, ROW_SUMS: tl.constexpr, COLUMN_SUMS: tl.constexpr,
+    LOWER: tl.constexpr, ROW_SUMS: tl.constexpr, COLUMN_SUMS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
@@ -130,8 +124,6 @@ def _halves(
     if COLUMNS:
         value = value * tl.load(column_scale + matrix * c + cols, mask=cols < c, other=0.0)[None, :]
     value = value * factor
-    if UNIT:
-        value = tl.where(rows[:, None] == cols[None, :], factor, value)
     value = tl.where(mask, value, 0.0)
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     high = value.to(tl.float16)

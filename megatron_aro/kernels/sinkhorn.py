@@ -21,6 +21,7 @@ COLUMNS = 256
 VECTOR = 256
 # Numbers in a matrix that counts as small, and in all that are worked on at a time.
 SMALL, CACHED = 2**21, 2**23
+TINY = 1.1754944e-38  # the smallest normal number: reciprocals of smaller ones overflow
 MOST = 1e30  # of a ratio of squared scales, so that as many as there may be can be added
 
 
@@ -107,12 +108,12 @@ def sinkhorn_scales_twin(
 
 
 def _inverse(x: Tensor) -> Tensor:
-    return (1.0 / x).masked_fill_(x == 0, 0.0)
+    return (1.0 / x).masked_fill_(x < TINY, 0.0)
 
 
 @triton.jit
 def _reciprocal(x):
-    return tl.where(x > 0, 1.0 / x, 0.0)
+    return tl.where(x >= 1.1754944e-38, 1.0 / x, 0.0)  # TINY
 
 
 @triton.jit(do_not_specialize=["b", "iterations"])

@@ -34,6 +34,8 @@ from megatron_aro.rotation.scaling import ZERO_COLUMN
 LAST_SHIFT = 1e-10
 # A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot.
 SMALLEST_PIVOT = 1e-2
+# In place of a norm that is zero, so that N has one on the diagonal there.
+ALMOST_ZERO = 1e-30
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
 RANGE = 2.0**12
 
@@ -101,13 +103,14 @@ def update(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> 
     f, squares = halves(y, split=False, rows_br=scales.p, columns_bc=scales.q, squares="all")
     assert squares is not None
     del y
-    size = config.update_rms * math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
+    size = math.sqrt(m_bmn.shape[1] * m_bmn.shape[2])
     if config.qr == "scqr":  # R is far from orthonormal
         d = product(halves(r_bmk, split=False, factor=RANGE)[0], f)
         norm = torch.linalg.vector_norm(d, dim=(1, 2))
-        return d.mul_(_size_over(size, norm)[:, None, None])
+        return d.mul_(_size_over(config.update_rms * size, norm)[:, None, None])
     # R f has the norm of f, which scales R beforehand.
-    return product(halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0], f)
+    r = halves(r_bmk, split=False, scale_b=_size_over(size, squares.sqrt()))[0]
+    return product(r, f, config.update_rms)
 
 
 class _Momentum(NamedTuple):
@@ -207,13 +210,21 @@ def _from_frame(
         norms_bm: the root of S's diagonal, up to a factor.
     """
     lower = factor(s_bmm, squares_bm, _constant(SHIFT, squares_bm), inverse=False).l_bkk
-    # L of S is that of C, which has a unit diagonal, with rows times norms.
+    # L of S is that of C, which has a unit diagonal, with rows times norms. A small row before
+    # large ones makes a column of N as large as their ratio, beyond float16; no entry of L is
+    # larger than one, so that the norms from there on say by how much at most.
+    norms = norms_bm.masked_fill(norms_bm == 0, ALMOST_ZERO)
+    largest = norms_bm.flip(1).cummax(dim=1).values.flip(1)
+    diagonal = lower.diagonal(dim1=1, dim2=2)
     n, _ = halves(
-        lower, split=split, rows_br=norms_bm, factor=16.0, lower=True, unit=True,
-        columns_bc=_inverse_or_zero(norms_bm) / lower.diagonal(dim1=1, dim2=2),
+        lower, split=split, rows_br=norms, factor=RANGE, lower=True,
+        columns_bc=torch.where(norms_bm == 0, 1.0 / (norms * diagonal), 1.0 / largest),
     )  # fmt: skip
     del lower
-    return halves(product(r, n, 4.0 / RANGE, "lower"), split=split, squares="columns")
+    a = product(r, n, RANGE**-2, "lower")
+    del n
+    inverse = _inverse_or_zero(torch.linalg.vector_norm(a, dim=1))
+    return halves(a, split=split, columns_bc=inverse, factor=64.0, squares="columns")
 
 
 def _from_momentum(

@@ -153,8 +153,16 @@ def updates(
 
     The RMS is ``config.update_rms`` over each whole member. Second moments advance in place.
     """
+    covered = [stacks_in_halves.covers_update(stack, config) for stack in stacks]
+    if any(covered) and not all(covered):  # each kind by itself, on all processes alike
+        of_kind: dict[int, list[Tensor]] = {}
+        for kind in (True, False):
+            own = [i for i, of_stack in enumerate(covered) if of_stack is kind]
+            found = updates([stacks[i] for i in own], [looks[i] for i in own], config, total)
+            of_kind.update(zip(own, found, strict=True))
+        return [of_kind[i] for i in range(len(stacks))]
     with _own_precision(looks):
-        if stacks_in_halves.covers_updates(stacks, config):
+        if any(covered):
             return stacks_in_halves.updates(stacks, looks, config, total)
         ys, rows2 = _into_frames(stacks, looks, config, total)
         _zero_small_columns(ys, rows2)

@@ -108,6 +108,47 @@ def test_is_the_step_of_float64(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("projection", "rotation"), TURNED[:3])
+@pytest.mark.parametrize("size", [4, 8, 24])
+def test_quiet_rows_before_loud_ones(device, projection, rotation, size):
+    """Whatever a first row is to the others, and whoever answers in the end: float64's update.
+
+    The columns of R N are as large as the ratio of rows, 3e4 here, which float16 does not hold.
+    """
+    of = {"projection": projection, "rotation": rotation}
+    for power in (0, -1, -2, -3, -3.5, -4, -4.5):
+        x = normal(20, size, 4 * size, seed=size)
+        x[:, 0] *= 10.0**power
+        (expected,) = compute_updates([batch_of(x)], AROConfig(qr="qr", **of))
+        (update,) = compute_updates([batch_of(x.float().to(device))], AROConfig(**of))
+        cosine = torch.cosine_similarity(update.double().cpu().flatten(1), expected.flatten(1))
+        assert (1 - cosine).max() < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rms", [1e-6, 1.0, 1e6])
+def test_any_size_of_updates(device, rms):
+    """It is not asked of float16."""
+    x = normal(2, 32, 96)
+    (expected,) = compute_updates([batch_of(x)], AROConfig(qr="qr"))
+    (update,) = compute_updates([batch_of(x.float().to(device))], AROConfig(update_rms=rms))
+    torch.testing.assert_close(
+        update.double().cpu() / rms, expected / 0.2, rtol=0, atol=5e-3
+    )  # float16's 5e-4 of entries of up to 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("iterations", [20, 50])
+def test_many_iterations_that_do_not_converge(device, iterations):
+    """One row and one column beside nothing: scales fall out of float32, updates do not."""
+    x = torch.zeros(1, 32, 96, device=device)
+    x[0, :, 0] = normal(32).float()
+    x[0, 0, 1:] = 1e-5 * normal(95).float()
+    (update,) = compute_updates([batch_of(x)], AROConfig(sinkhorn_iters=iterations))
+    assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
 @pytest.mark.parametrize("qr", ["scqr2", "scqr"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -238,6 +238,33 @@ def test_each_member_has_its_own_rms(
         assert part.square().mean().sqrt() == pytest.approx(rms, rel=1e-3 if halved else 1e-6)
 
 
+@pytest.mark.parametrize("rotation", ["aro", "eigen"])
+def test_thin_stacks_in_halves_have_their_size(
+    rotation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though their R is orthonormal to 1e-2 only; beside a wide one, which is stepped otherwise."""
+    monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves)
+    momenta = [normal(20, 10, seed=i) * 10 ** -normal(10, seed=i).abs() for i in range(9, 40)]
+    momenta[1:1] = [normal(12, 40)]
+    cuts = [[(0, n // 3), (n // 3, n)] for n in (m.shape[1] for m in momenta)]
+    (updates_of_all,), *_ = run([[m.float() for m in momenta]], cuts, AROConfig(rotation=rotation))
+    for update in updates_of_all:
+        assert update.square().mean().sqrt() == pytest.approx(0.2, rel=1e-3)
+
+
+def test_quiet_rows_before_loud_ones_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As float64 has it, of one process and of three, which sums otherwise."""
+    monkeypatch.setattr(fast, "covers", lambda config, x: config.in_halves and x.dtype == FLOAT)
+    for seed, power in itertools.product(range(10), (-3, -4, -4.5)):
+        m_mn = normal(8, 32, seed=seed, dtype=torch.float64)
+        m_mn[0] *= 10.0**power
+        ((expected,),), _ = whole([[m_mn]], AROConfig())
+        for cut in ([(0, 32)], [(0, 9), (9, 20), (20, 32)]):
+            ((update,),), *_ = run([[m_mn.float()]], [cut], AROConfig())
+            cosine = torch.cosine_similarity(update.double().flatten(), expected.flatten(), dim=0)
+            assert 1 - cosine < 1e-4
+
+
 @pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("value", [0.0, 1e-40, float("nan"), float("inf")])
 def test_a_stack_in_hardship_leaves_the_others_alone(projection: str, value: float) -> None:
