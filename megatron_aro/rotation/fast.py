@@ -202,7 +202,7 @@ def out_of_frame(r_mk: Tensor, x_kw: Tensor, p_k: Tensor, q_w: Tensor, factor: f
 def _from_frame(
     r: Halves, s_bmm: Tensor, squares_bm: Tensor, norms_bm: Tensor, split: bool
 ) -> tuple[Halves, Tensor | None]:
-    """R N, [b, m, m], and the sums of squares of its columns.
+    """R N [b, m, m], and the sums of squares of its columns.
 
     Args:
         s_bmm: S with rows and columns times any scales; its lower triangle is read, all is lost.
@@ -223,23 +223,26 @@ def _from_frame(
     del lower
     a = product(r, n, RANGE**-2, "lower")
     del n
-    inverse = _inverse_or_zero(torch.linalg.vector_norm(a, dim=1))
-    return halves(a, split=split, columns_bc=inverse, factor=64.0, squares="columns")
+    return _of_columns(a, split)
 
 
 def _from_momentum(
     m: _Momentum, z: Halves, squares_bk: Tensor, scales: Scales, split: bool
 ) -> tuple[Halves, Tensor | None]:
-    """M Q^1/2 V with columns of norm 64, [b, m, n], and the sums of squares of its columns."""
+    """M Q^1/2 V [b, m, n], and the sums of squares of its columns."""
     factors = factor(gram(z.mT), squares_bk, _constant(SHIFT, squares_bk), inverse=True)
     v = _solved(z.mT, factors, squares_bk, split)
     root = scales.q_root / scales.q_root.amax(dim=1, keepdim=True)
     del factors
     q1 = product(m.halves, halves(v, split=split, rows_br=root.nan_to_num(0.0))[0])
     del v
-    norms = torch.linalg.vector_norm(q1, dim=1)
-    inverse = _inverse_or_zero(norms)
-    return halves(q1, split=split, columns_bc=inverse, factor=64.0, squares="columns")
+    return _of_columns(q1, split)
+
+
+def _of_columns(a_brk: Tensor, split: bool) -> tuple[Halves, Tensor | None]:
+    """A with columns of norm 64, or zero, and their sums of squares."""
+    inverse = _inverse_or_zero(torch.linalg.vector_norm(a_brk, dim=1))
+    return halves(a_brk, split=split, columns_bc=inverse, factor=64.0, squares="columns")
 
 
 def _last_pass(a: Halves, squares_bk: Tensor | None) -> Orthonormal:

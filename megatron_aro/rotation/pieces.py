@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_aro.rotation.scaling import largest_entry, reciprocal_power_of_two
+from megatron_aro.config import AROConfig
+from megatron_aro.rotation.precision import unit_roundoff
+from megatron_aro.rotation.scaling import (
+    largest_entry,
+    reciprocal_or_zero,
+    reciprocal_power_of_two,
+)
 
 Total = Callable[[list[Tensor], str], list[Tensor]]
 """Elementwise "sum" or "max" over processes, of tensors that have the same shapes on each."""
@@ -97,6 +103,39 @@ def momentum(stack: Stack, look: Look) -> Tensor:
     if not stack.pieces:
         return stack.rotation.new_zeros(stack.rotation.shape[0], 0)
     return (side_by_side(stack) * look.scale).masked_fill_(~look.active, 0.0)
+
+
+def row_floor(stack: Stack, whole2: Tensor, config: AROConfig) -> Tensor:
+    """The squared norm below which rows of X count as zero, as `policies.into_frame` has it.
+
+    Args:
+        whole2: M's, of the whole stack.
+    """
+    u = unit_roundoff(stack.rotation, config.precision)
+    return whole2 * (4.0 * u * u / stack.rotation.shape[0])
+
+
+def sinkhorn_scales(
+    squares: list[Tensor], ps: list[Tensor], qs: list[Tensor], iterations: int, total: Total
+) -> tuple[list[Tensor], list[Tensor]]:
+    """p^2 of whole rows and q^2 of X's columns, as `projections.sinkhorn_scales`.
+
+    Args:
+        squares: of X's entries.
+        ps: [k, 1], 1, or 0 for rows that are to count as zero; qs: [1, w], the same of columns.
+    """
+    rows, columns = ps, qs
+    for _ in range(iterations):
+        sums = [s @ q2.mT for s, q2 in zip(squares, qs, strict=True)]
+        qs = [
+            reciprocal_or_zero(p2.mT @ s) * own
+            for p2, s, own in zip(ps, squares, columns, strict=True)
+        ]
+        ps = [
+            reciprocal_or_zero(row2) * own
+            for row2, own in zip(total(sums, "sum"), rows, strict=True)
+        ]
+    return ps, qs
 
 
 def take_new_columns(stack: Stack, look: Look, row2: Tensor) -> None:

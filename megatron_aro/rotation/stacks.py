@@ -34,10 +34,12 @@ from megatron_aro.rotation.pieces import (
     frames,
     member_squares,
     momentum,
+    row_floor,
+    sinkhorn_scales,
     take_new_columns,
 )
 from megatron_aro.rotation.policies import polar_factor
-from megatron_aro.rotation.precision import ieee_products, product, unit_roundoff
+from megatron_aro.rotation.precision import ieee_products, product
 from megatron_aro.rotation.projections import ADAM_EPS, second_moment_after
 from megatron_aro.rotation.scaling import (
     ZERO_COLUMN,
@@ -213,8 +215,7 @@ def _into_frames(
     for stack, x, of_all in zip(stacks, xs, total(sums, "sum"), strict=True):
         row2, whole2 = of_all[:-1], of_all[-1:]
         if config.rotation != "none":
-            u = unit_roundoff(stack.rotation, config.precision)
-            small = row2 < whole2 * (4.0 * u * u / stack.rotation.shape[0])
+            small = row2 < row_floor(stack, whole2, config)
             row2 = row2.masked_fill(small, 0.0)
             x.masked_fill_(small, 0.0)
         rows2.append(row2)
@@ -253,27 +254,17 @@ def _project(
     if config.projection == "rownorm":
         p2s = [reciprocal_or_zero(row2) for row2 in total([_squares(x) for x in xs], "sum")]
     else:
-        p2s, q2s = _sinkhorn_scales(xs, config, total)
+        squares = [x.square() for x in xs]
+        rows = [x.new_ones(len(x), 1) for x in xs]
+        columns = [x.new_ones(1, x.shape[1]) for x in xs]
+        p2s, q2s = sinkhorn_scales(squares, rows, columns, config.sinkhorn_iters, total)
+        del squares
         for i, (x, q2) in enumerate(zip(xs, q2s, strict=True)):
             x *= q2.sqrt().sqrt() if any(without_rows[i : i + 1]) else q2.sqrt()
     for i, (x, p2) in enumerate(zip(xs, p2s, strict=True)):
         if not any(without_rows[i : i + 1]):
             x *= p2.sqrt()
     return xs, []
-
-
-def _sinkhorn_scales(
-    xs: list[Tensor], config: AROConfig, total: Total
-) -> tuple[list[Tensor], list[Tensor]]:
-    """p^2 of whole rows and q^2 of X's columns, as `projections.sinkhorn_scales`."""
-    squares = [x.square() for x in xs]
-    ps = [x.new_ones(len(x), 1) for x in xs]
-    qs = [x.new_ones(1, x.shape[1]) for x in xs]
-    for _ in range(config.sinkhorn_iters):
-        sums = [s @ q2.mT for s, q2 in zip(squares, qs, strict=True)]
-        qs = [reciprocal_or_zero(p2.mT @ s) for p2, s in zip(ps, squares, strict=True)]
-        ps = [reciprocal_or_zero(rows) for rows in total(sums, "sum")]
-    return ps, qs
 
 
 def _adam(

@@ -22,10 +22,12 @@ from megatron_aro.rotation.pieces import (
     column_factors,
     member_squares,
     momentum,
+    row_floor,
     side_by_side,
+    sinkhorn_scales,
     take_new_columns,
 )
-from megatron_aro.rotation.precision import product, unit_roundoff
+from megatron_aro.rotation.precision import product
 from megatron_aro.rotation.scaling import ZERO_COLUMN, reciprocal_or_zero
 
 
@@ -116,8 +118,7 @@ def _into_frames(
     framed = []
     for stack, x, of_all in zip(stacks, xs, total(sums, "sum"), strict=True):
         row2, whole2 = of_all[:-1], of_all[-1:]
-        u = unit_roundoff(stack.rotation, config.precision)
-        rows = (row2 > 0) & (row2 >= whole2 * (4.0 * u * u / stack.rotation.shape[0]))
+        rows = (row2 > 0) & (row2 >= row_floor(stack, whole2, config))
         rows_k1 = rows.to(x)
         squares = x.square()
         columns = rows_k1.mT @ squares >= ZERO_COLUMN**2 * (rows_k1 * row2).sum()
@@ -129,16 +130,11 @@ def _scales(
     f: str, framed: list[_Framed], config: AROConfig, total: Total
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The squares of p [k, 1] and q [1, w] with f(X) = diag(p) X diag(q)."""
-    ps = [x.rows_k1 for x in framed]
+    ps, qs = [x.rows_k1 for x in framed], [x.columns_1w for x in framed]
     if f == "eigen":
-        return ps, [torch.ones_like(x.columns_1w) for x in framed]
-    qs = [x.columns_1w for x in framed]
-    for _ in range(config.sinkhorn_iters if f == "sinkhorn" else 1):
-        sums = total([x.squares_kw @ q2.mT for x, q2 in zip(framed, qs, strict=True)], "sum")
-        if f == "sinkhorn":
-            qs = [
-                reciprocal_or_zero(p2.mT @ x.squares_kw) * x.columns_1w
-                for x, p2 in zip(framed, ps, strict=True)
-            ]
-        ps = [reciprocal_or_zero(row2) * x.rows_k1 for x, row2 in zip(framed, sums, strict=True)]
-    return ps, qs
+        return ps, [torch.ones_like(q) for q in qs]
+    squares = [x.squares_kw for x in framed]
+    if f == "sinkhorn":
+        return sinkhorn_scales(squares, ps, qs, config.sinkhorn_iters, total)
+    sums = total([s @ q.mT for s, q in zip(squares, qs, strict=True)], "sum")
+    return [reciprocal_or_zero(row2) * p for row2, p in zip(sums, ps, strict=True)], qs
