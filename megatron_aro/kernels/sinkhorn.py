@@ -22,7 +22,9 @@ VECTOR = 256
 # Numbers in a matrix that counts as small, and in all that are worked on at a time.
 SMALL, CACHED = 2**21, 2**23
 TINY = 1.1754944e-38  # the smallest normal number: reciprocals of smaller ones overflow
-MOST = 1e30  # of a ratio of squared scales, so that as many as there may be can be added
+# Of a squared scale, which grows without end where the iterations do not converge, and of a ratio
+# of two: far beyond those of rows that count, and near enough for sums and reciprocals in range.
+MOST = 1e22
 
 
 class Scales(NamedTuple):
@@ -99,7 +101,7 @@ def sinkhorn_scales_twin(
             whole = squares_b[:, None]
             no_row, no_column = u < row_share * whole, v < column_share * whole
         u, v = u.masked_fill(no_row, 0.0), v.masked_fill(no_column, 0.0)
-        before, p, q = p, _inverse(u), _inverse(v)
+        before, p, q = p, _inverse(u).clamp(max=MOST), _inverse(v).clamp(max=MOST)
     ratios = (p * _inverse(before)).clamp(max=MOST)
     (k, n), q = x_bkn.shape[1:], q.sqrt()
     ratio = n * _inverse(_inverse(q).sum(dim=1, keepdim=True))
@@ -168,13 +170,13 @@ def _scales(
             _invert(
                 u + matrix * column_blocks * k, column_blocks, end + here + matrix * k,
                 end + there + matrix * k, row_share * tl.load(squares + matrix), block, k,
-                iteration == 0, V,
+                iteration == 0, MOST, V,
             )  # fmt: skip
         else:
             _invert(
                 v + matrix * row_blocks * n, row_blocks, end + here + wide * k + matrix * n,
                 end + there + wide * k + matrix * n, column_share * tl.load(squares + matrix),
-                block - tl.cdiv(k, V), n, iteration == 0, V,
+                block - tl.cdiv(k, V), n, iteration == 0, MOST, V,
             )  # fmt: skip
         count(done + (matrix * iterations + iteration) * 2 + 1)
 
@@ -204,7 +206,10 @@ def _sum_block(
 
 
 @triton.jit
-def _invert(source, parts, old, new, floor, block, size, first, V: tl.constexpr):
+def _invert(
+    source, parts, old, new, floor, block, size, first,
+    MOST: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
     """1 / (sum of the parts); zero below the floor, and for good."""
     at = block * V + tl.arange(0, V)
     inside = at < size
@@ -215,7 +220,8 @@ def _invert(source, parts, old, new, floor, block, size, first, V: tl.constexpr)
         part += 1
     before = tl.load(old + at, mask=inside, other=0.0, cache_modifier=".cg")
     zero = tl.where(first, total < floor, before == 0)
-    tl.store(new + at, tl.where(zero, 0.0, _reciprocal(total)), mask=inside)
+    inverse = tl.minimum(_reciprocal(total), MOST)
+    tl.store(new + at, tl.where(zero, 0.0, inverse), mask=inside)
 
 
 @triton.jit

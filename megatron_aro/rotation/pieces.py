@@ -16,8 +16,8 @@ from megatron_aro.config import AROConfig
 from megatron_aro.rotation.precision import unit_roundoff
 from megatron_aro.rotation.scaling import (
     largest_entry,
-    reciprocal_or_zero,
     reciprocal_power_of_two,
+    squared_scale,
 )
 
 Total = Callable[[list[Tensor], str], list[Tensor]]
@@ -128,13 +128,9 @@ def sinkhorn_scales(
     for _ in range(iterations):
         sums = [s @ q2.mT for s, q2 in zip(squares, qs, strict=True)]
         qs = [
-            reciprocal_or_zero(p2.mT @ s) * own
-            for p2, s, own in zip(ps, squares, columns, strict=True)
+            squared_scale(p2.mT @ s) * own for p2, s, own in zip(ps, squares, columns, strict=True)
         ]
-        ps = [
-            reciprocal_or_zero(row2) * own
-            for row2, own in zip(total(sums, "sum"), rows, strict=True)
-        ]
+        ps = [squared_scale(row2) * own for row2, own in zip(total(sums, "sum"), rows, strict=True)]
     return ps, qs
 
 

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.rotation.scaling import reciprocal_or_zero, to_unit_scale, zero_small_columns
+from megatron_aro.rotation.scaling import (
+    reciprocal_or_zero,
+    squared_scale,
+    to_unit_scale,
+    zero_small_columns,
+)
 
 ADAM_EPS = 1e-8
 
@@ -61,8 +66,8 @@ def sinkhorn_scales(x_bkn: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     q2 = torch.ones_like(x_bkn[:, :1, :])
     for _ in range(iterations):
         p2, q2 = (
-            reciprocal_or_zero(squares @ q2.mT),
-            reciprocal_or_zero(p2.mT @ squares),
+            squared_scale(squares @ q2.mT),
+            squared_scale(p2.mT @ squares),
         )
     return p2, q2
 

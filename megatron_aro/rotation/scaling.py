@@ -57,3 +57,9 @@ def zero_small_columns(x_bkn: Tensor) -> Tensor:
 def reciprocal_or_zero(b: Tensor) -> Tensor:
     """``1 / b`` for b >= 0, and 0 where b is zero or denormal, whose reciprocal may overflow."""
     return b.reciprocal().masked_fill_(b < torch.finfo(b.dtype).tiny, 0.0)
+
+
+def squared_scale(b: Tensor) -> Tensor:
+    """Sinkhorn's ``1 / b``, 0 for 0, and never so large that sums and reciprocals leave the dtype:
+    where the iterations do not converge scales grow without end, f does not."""
+    return reciprocal_or_zero(b).clamp_(max=1e-8 * torch.finfo(b.dtype).max)

@@ -18,6 +18,7 @@ from megatron_aro.kernels.products import add_product, gram, product, set_produc
 from megatron_aro.kernels.reflections import MOST_ROWS, orthonormal_columns
 from megatron_aro.kernels.sinkhorn import sinkhorn_scales
 from megatron_aro.kernels.support import INTERPRETED, use_triton
+from megatron_aro.rotation.projections import sinkhorn
 
 if INTERPRETED:  # Triton 3.6's interpreter reads a loop's bounds in a way that NumPy 2.5 refuses
     from triton.runtime import interpreter
@@ -156,6 +157,23 @@ def test_sinkhorn_that_does_not_converge(device, iterations):
     assert f.isfinite().all()
     assert f.square().mean(dim=(1, 2)).amax() <= 12 * (1 + 1e-5)
     assert f.abs().amax(dim=(1, 2)).min() > 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power", [-12, 0, 12])
+def test_sinkhorn_of_many_iterations(device, power):
+    """One row and one column beside nothing: an iteration takes scales apart by 32 and 95, in 50
+    out of float32, and f(X) to zero with them, were they not bounded."""
+    x = torch.zeros(1, 32, 96)
+    x[0, :, 0] = 2.0**power * normal(32).float()
+    x[0, 0, 1:] = 2.0**power * 1e-5 * normal(95).float()
+    zero = torch.zeros(1, device=device)
+    for iterations in (20, 50, 100):
+        p, q, *_ = (s.cpu() for s in sinkhorn_scales(x.to(device), iterations, zero, 0.0, 0.0))
+        bounded = p[:, :, None] * x * q[:, None, :]
+        for f in (bounded, sinkhorn(x * 2.0**-power, iterations)):
+            assert f.isfinite().all()
+            assert f.square().sum() > 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
