@@ -34,6 +34,9 @@ class Factor(NamedTuple):
     """The rows of each block that W inverts."""
     smallest_pivot_b: Tensor
     """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
+    largest_inverse_b: Tensor | None
+    """The largest entry on the diagonals of the blocks' W^T W, which is C^-1 where one block is
+    all; at least the reciprocal of the smallest pivot, if none was raised; may be NaN."""
 
 
 def factor(
@@ -47,7 +50,7 @@ def factor(
         s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin); overwritten.
         squares_bk: D^-2, 0 (then D is 0) or of a size that float16 can square, 1e-6 to 1e9.
         shift_b: added to the diagonal of C.
-        inverse: compute W too, else it is None.
+        inverse: compute W too, else it and its largest entry are None.
         unit: ``squares_bk`` is the diagonal of S, and more exact than what S holds, so that C has
             ones there. A product on tensor cores truncates: the sums of squares on its diagonal
             come out too small by 1e-5, which would make a nearly singular C indefinite.
@@ -61,6 +64,8 @@ def factor(
     pitch = triton.cdiv(k, TILE) * TILE
     l_bkk, w_bkk = (s_bkk.new_empty(b, pitch, pitch)[:, :k, :k] for _ in range(2))
     pivots = s_bkk.new_empty(b, triton.cdiv(k, TILE))
+    # Of the columns of W's tiles, sums of squares.
+    squares = s_bkk.new_zeros(b, triton.cdiv(k, TILE), pitch if inverse else 0)
     if unit:
         s_bkk.diagonal(dim1=1, dim2=2).copy_(squares_bk)
     blocks = diagonal_blocks(b, k)
@@ -73,14 +78,19 @@ def factor(
         done = torch.zeros(b, 2, rows, dtype=torch.int32, device=s_bkk.device)
         _factor[(tiles * b,)](
             s_bkk[:, start:, start:], squares_bk[:, start:], shift_b, l_bkk[:, start:, start:],
-            w_bkk[:, start:, start:], pivots[:, start // TILE :], done,
+            w_bkk[:, start:, start:], pivots[:, start // TILE :],
+            squares[:, start // TILE :, start:], done,
             k - start, k, pitch, b, rows, INVERSE=inverse, T=TILE, C=CHUNK, num_warps=WARPS,
         )  # fmt: skip
         if rest.start < k:  # what these columns take from the rest, in products
             root = squares_bk[:, rest].sqrt()
             lower, _ = halves(l_bkk[:, rest, block], split=True, rows_br=root)
             add_product(s_bkk[:, rest, rest], lower, lower.mT, -1.0, "symmetric")
-    return Factor(l_bkk, w_bkk if inverse else None, blocks, pivots.amin(dim=1))
+    smallest = pivots.amin(dim=1)
+    if not inverse:
+        return Factor(l_bkk, None, blocks, smallest, None)
+    largest = squares.sum(dim=1)[:, :k].amax(dim=1)  # what pads them has ones
+    return Factor(l_bkk, w_bkk, blocks, smallest, largest)
 
 
 def diagonal_blocks(b: int, k: int) -> list[slice]:
@@ -110,7 +120,10 @@ def factor_twin(
     for rows in blocks if inverse else []:
         block = l_bkk[:, rows, rows]
         w_bkk[:, rows, rows] = torch.linalg.solve_triangular(block, eye[:, rows, rows], upper=False)
-    return Factor(l_bkk, w_bkk if inverse else None, blocks, smallest)
+    if not inverse:
+        return Factor(l_bkk, None, blocks, smallest, None)
+    largest = w_bkk.square().sum(dim=1).amax(dim=1)
+    return Factor(l_bkk, w_bkk, blocks, smallest, largest.masked_fill(info != 0, torch.inf))
 
 
 @triton.jit
@@ -136,7 +149,7 @@ def _put(base, i, j, ld, value, T: tl.constexpr):
 
 @triton.jit
 def _factor_tile(acc, l_ptr, w_ptr, ld, size, floor, T: tl.constexpr):
-    """L and L^-1 of one symmetric tile by elimination; returns the smallest pivot.
+    """L and L^-1 of one symmetric tile by elimination; returns the smallest pivot and L^-1.
 
     Step c reads row c (column c by symmetry) and takes its multiple from the rows below, in the
     tile and in what becomes the inverse. A thread holds a whole column of both, so that with the
@@ -169,7 +182,14 @@ def _factor_tile(acc, l_ptr, w_ptr, ld, size, floor, T: tl.constexpr):
     upper = rows[:, None] <= cols[None, :]
     tl.store(l_ptr + cols[None, :] * ld + rows[:, None], a, mask=upper)
     tl.store(w_ptr + rows[:, None] * ld + cols[None, :], w)
-    return tl.min(smallest, axis=0)
+    return tl.min(smallest, axis=0), w
+
+
+@triton.jit
+def _put_squares(squares, matrix, i, j, ld, blocks, value, T: tl.constexpr):
+    """The columns' sums of squares of tile (i, j)."""
+    cols = j * T + tl.arange(0, T)
+    tl.store(squares + (matrix * blocks + i) * ld + cols, tl.sum(value * value, axis=0))
 
 
 @triton.jit
@@ -212,10 +232,10 @@ def _subtract(acc, lower, l_done, i, j, stop, ld, T: tl.constexpr, C: tl.constex
 # Each variant takes seconds to compile.
 @triton.jit(
     do_not_specialize=["k", "size", "b", "blocks"],
-    do_not_specialize_on_alignment=["s", "d", "shift", "pivots"],
+    do_not_specialize_on_alignment=["s", "d", "shift", "pivots", "squares"],
 )
 def _factor(
-    s, d, shift, lower, w, pivots, done, k, size, ld, b, blocks,
+    s, d, shift, lower, w, pivots, squares, done, k, size, ld, b, blocks,
     INVERSE: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The first columns of the [k, k] last parts of [size, size] matrices, L's and W's in rows of
@@ -244,8 +264,12 @@ def _factor(
         if tile == 0:
             corner = (g * T).to(tl.int64) * (ld + 1)
             floor = tl.maximum(tl.load(shift + matrix), 1e-12)
-            smallest = _factor_tile(acc, lower + corner, w + corner, ld, k - g * T, floor, T)
+            smallest, inverse = _factor_tile(
+                acc, lower + corner, w + corner, ld, k - g * T, floor, T
+            )
             tl.store(pivots + matrix * tl.cdiv(size, T) + g, smallest)
+            if INVERSE:
+                _put_squares(squares, wide, g, g, ld, tl.cdiv(size, T), inverse, T)
         else:
             wait(l_done + g, g + 1)
             inverse = _tile(w, g, g, ld, T)
@@ -265,5 +289,7 @@ def _factor(
             acc += tl.dot(left, _tile(w, t, j, ld, T), input_precision="tf32x3")
             t += 1
         inverse = _tile(w, g, g, ld, T)
-        _put(w, g, j, ld, -tl.dot(inverse, acc, input_precision="tf32x3"), T)
+        value = -tl.dot(inverse, acc, input_precision="tf32x3")
+        _put(w, g, j, ld, value, T)
+        _put_squares(squares, wide, g, j, ld, tl.cdiv(size, T), value, T)
         announce(w_done + j, g)

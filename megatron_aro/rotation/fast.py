@@ -32,8 +32,9 @@ from megatron_aro.rotation.scaling import ZERO_COLUMN
 # Added to the unit diagonal of the Gram matrix of the last pass, whose share it is of the result's
 # error; there it does no more than keep the factor finite.
 LAST_SHIFT = 1e-10
-# A last pass with a smaller pivot lost orthonormality, as its error is rounding over the pivot.
-SMALLEST_PIVOT = 1e-2
+# A last pass in which the inverse of the Gram matrix has a larger entry lost orthonormality, as its
+# error is rounding times that: up to 1.5e-6 of it in products of 22 bits.
+LARGEST_INVERSE = 200.0
 # In place of a norm that is zero, so that N has one on the diagonal there.
 ALMOST_ZERO = 1e-30
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
@@ -250,7 +251,8 @@ def _last_pass(a: Halves, squares_bk: Tensor | None) -> Orthonormal:
     assert squares_bk is not None
     shift = _constant(LAST_SHIFT, squares_bk)
     result = factor(gram(a), squares_bk, shift, inverse=True)
-    failed = ~(result.smallest_pivot_b > SMALLEST_PIVOT)  # NaN is larger than nothing
+    assert result.largest_inverse_b is not None
+    failed = ~(result.largest_inverse_b < LARGEST_INVERSE)  # NaN is less than nothing
     return Orthonormal(_solved(a, result, squares_bk, True), failed)
 
 

@@ -1,5 +1,7 @@
 """The step in float16 halves: QR's answer, whatever the momentum is; on the CPU by the twins."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -194,12 +196,28 @@ def test_bad_momentum_stays_alone(device, bad):
     assert torch.equal(two.rotation[::2], one.rotation[::2])
 
 
-def test_rungs(monkeypatch):
-    """A small pivot takes one more pass and no Householder; a hopeless one takes both, once.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotation", ["aro", "eigen"])
+@pytest.mark.parametrize("shape", [(50, 6, 10), (50, 8, 8), (20, 24, 60), (20, 60, 24)])
+def test_rotations_of_low_rank_are_orthonormal(device, rotation, shape):
+    """Gram matrices can be nearly singular with no pivot below 0.1: one in a thousand was."""
+    b, m, n = shape
+    noise = normal(b, m, n, seed=1)
+    for seed, rank, share in itertools.product(range(6), (1, 2, min(m, n)), (0.0, 1e-6)):
+        x = normal(b, m, rank, seed=seed) @ normal(b, rank, n, seed=seed + 100)
+        x += share * x.square().mean().sqrt() * noise
+        batch = batch_of(x.float().to(device))
+        for _ in range(2):
+            compute_updates([batch], AROConfig(rotation=rotation))
+            assert error(batch.rotation) < 1e-3
 
-    Power -2 on 6 square matrices: the smallest pivots are 0.02 and 0.07 to 0.12, with the bound
-    between. Tall ones of power -2 fail in the frame of the identity, which does not hold their
-    range, and never again in the frame that Householder made.
+
+def test_rungs(monkeypatch):
+    """A large inverse takes one more pass and no Householder; a hopeless one takes both, once.
+
+    Power -2 on 6 square matrices: the largest entries of the inverse are 88 to 260 and 437, with
+    the bound between. Tall ones of power -2 fail in the frame of the identity, which does not hold
+    their range, and never again in the frame that Householder made.
     """
     config = AROConfig(precision="fp16x3")
     called = []
@@ -207,9 +225,11 @@ def test_rungs(monkeypatch):
     monkeypatch.setattr(step, "householder", lambda a: called.append(1) or householder(a))
     square = batch_of(graded(6, 40, 40, -2.0, 0.0).float())
     with monkeypatch.context() as patch:
-        patch.setattr(fast, "SMALLEST_PIVOT", 0.04)
+        patch.setattr(fast, "LARGEST_INVERSE", 340.0)
         compute_updates([square], config)
-    assert square.fallbacks.tolist() == [[1, 1, 0, 0]] + [[1, 0, 0, 0]] * 5
+    expected = [[1, 0, 0, 0]] * 6
+    expected[3] = [1, 1, 0, 0]
+    assert square.fallbacks.tolist() == expected
     assert not called and error(square.rotation) < 1e-3
     tall = batch_of(graded(6, 60, 30, -2.0, 0.0).float())
     for _ in range(3):
