@@ -27,7 +27,7 @@ from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
 from megatron_aro.rotation.in_frame import SHIFT
 from megatron_aro.rotation.orthonormal import Orthonormal
 from megatron_aro.rotation.precision import ROUNDOFF
-from megatron_aro.rotation.scaling import ZERO_COLUMN
+from megatron_aro.rotation.scaling import ZERO_COLUMN, largest_entry
 
 # Added to the unit diagonal of the Gram matrix of the last pass, whose share it is of the result's
 # error; there it does no more than keep the factor finite.
@@ -35,6 +35,8 @@ LAST_SHIFT = 1e-10
 # A last pass in which the inverse of the Gram matrix has a larger entry lost orthonormality, as its
 # error is rounding times that: up to 1.5e-6 of it in products of 22 bits.
 LARGEST_INVERSE = 200.0
+# Beyond this L itself is rounding, and what was made of it has lost A's columns: no pass mends it.
+MENDABLE_INVERSE = 1e5
 # In place of a norm that is zero, so that N has one on the diagonal there.
 ALMOST_ZERO = 1e-30
 # Powers of two that use float16's range: entries of R are at most 1, of the scaled momentum 4.
@@ -89,7 +91,7 @@ def attempt(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) ->
 
 
 def extra_pass(r_bmk: Tensor, m_bmn: Tensor, scale_b: Tensor, config: AROConfig) -> Orthonormal:
-    """scqr2's `attempt` and one more pass, which mends a last pass with a small pivot."""
+    """scqr2's `attempt` and one more pass."""
     return one_more(attempt(r_bmk, m_bmn, scale_b, config))
 
 
@@ -161,8 +163,9 @@ def from_gram(r_bmm: Tensor, s_bmm: Tensor, norms_bm1: Tensor, config: AROConfig
 
 
 def one_more(first: Orthonormal) -> Orthonormal:
-    """A last pass again, which mends one with a small pivot."""
-    return _last_pass(*halves(first.q_bmk, split=True, factor=RANGE, squares="columns"))
+    """A last pass again, which mends one that lost orthonormality; it fails where Q holds NaN."""
+    q, failed = _last_pass(*_of_columns(first.q_bmk, True))
+    return Orthonormal(q, failed | ~largest_entry(first.q_bmk).isfinite().flatten())
 
 
 def into_frame(
@@ -247,13 +250,15 @@ def _of_columns(a_brk: Tensor, split: bool) -> tuple[Halves, Tensor | None]:
 
 
 def _last_pass(a: Halves, squares_bk: Tensor | None) -> Orthonormal:
-    """Cholesky QR of A; it fails where Q is not orthonormal."""
+    """Cholesky QR of A; it fails where Q is not orthonormal, which has NaN where no pass helps."""
     assert squares_bk is not None
     shift = _constant(LAST_SHIFT, squares_bk)
     result = factor(gram(a), squares_bk, shift, inverse=True)
-    assert result.largest_inverse_b is not None
-    failed = ~(result.largest_inverse_b < LARGEST_INVERSE)  # NaN is less than nothing
-    return Orthonormal(_solved(a, result, squares_bk, True), failed)
+    inverse = result.largest_inverse_b
+    assert inverse is not None
+    q = _solved(a, result, squares_bk, True)
+    q[:, 0, 0].masked_fill_(~(inverse < MENDABLE_INVERSE), torch.nan)
+    return Orthonormal(q, ~(inverse < LARGEST_INVERSE))  # NaN is less than nothing
 
 
 def _solved(a: Halves, of: Factor, squares_bk: Tensor, split: bool) -> Tensor:
