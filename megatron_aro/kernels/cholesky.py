@@ -214,18 +214,18 @@ def _scaled(s, squares, shift, i, j, k, size, T: tl.constexpr):
 @triton.jit
 def _subtract(acc, lower, l_done, i, j, stop, ld, T: tl.constexpr, C: tl.constexpr):
     """acc - sum over t below stop of L_it L_jt^T."""
-    ready = 0
     t = 0
     while t < stop:
-        if t >= ready:
-            ready = wait(l_done + i, t + 1)
-            if i != j:
-                ready = tl.minimum(ready, wait(l_done + j, t + 1))
-        for c in tl.static_range(0, T, C):
-            left = _part(lower, i, t, ld, c, T, C)
-            right = _part(lower, j, t, ld, c, T, C)
+        ready = wait(l_done + i, t + 1)
+        if i != j:
+            ready = tl.minimum(ready, wait(l_done + j, t + 1))
+        ready = tl.minimum(ready, stop)
+        # A for loop is pipelined, a while loop is not: loads are under way turns before their use.
+        for c in tl.range(t * T, ready * T, C, num_stages=4):
+            left = _part(lower, i, 0, ld, c, T, C)
+            right = _part(lower, j, 0, ld, c, T, C)
             acc -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
-        t += 1
+        t = ready
     return acc
 
 
@@ -280,14 +280,15 @@ def _factor(
         j = tile - (blocks - g)
         acc = tl.zeros([T, T], dtype=tl.float32)
         wait(l_done + g, g + 1)
-        ready = j
         t = j
+        ready = j + 1  # W_jj is there
         while t < g:
-            if t > ready:
-                ready = wait(w_done + j, t)
-            left = _tile(lower, g, t, ld, T)
-            acc += tl.dot(left, _tile(w, t, j, ld, T), input_precision="tf32x3")
-            t += 1
+            for u in tl.range(t, ready, num_stages=2):
+                left = _tile(lower, g, u, ld, T)
+                acc += tl.dot(left, _tile(w, u, j, ld, T), input_precision="tf32x3")
+            t = ready
+            if t < g:
+                ready = tl.minimum(wait(w_done + j, t) + 1, g)
         inverse = _tile(w, g, g, ld, T)
         value = -tl.dot(inverse, acc, input_precision="tf32x3")
         _put(w, g, j, ld, value, T)
