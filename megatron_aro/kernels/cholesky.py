@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_aro.kernels.flags import announce, wait
-from megatron_aro.kernels.halves import halves
-from megatron_aro.kernels.products import add_product
+from megatron_aro.kernels.halves import Halves, halves
+from megatron_aro.kernels.products import add_product, product
 from megatron_aro.kernels.support import require_contiguous, tl, triton, use_triton
 
 TILE, CHUNK, WARPS = 32, 16, 1
@@ -35,8 +35,8 @@ class Factor(NamedTuple):
     smallest_pivot_b: Tensor
     """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
     largest_inverse_b: Tensor | None
-    """The largest entry on the diagonals of the blocks' W^T W, which is C^-1 where one block is
-    all; at least the reciprocal of the smallest pivot, if none was raised; may be NaN."""
+    """The largest entry on the diagonal of C^-1; no less than the reciprocal of the smallest pivot,
+    if that was not raised; may be NaN."""
 
 
 def factor(
@@ -64,7 +64,7 @@ def factor(
     pitch = triton.cdiv(k, TILE) * TILE
     l_bkk, w_bkk = (s_bkk.new_empty(b, pitch, pitch)[:, :k, :k] for _ in range(2))
     pivots = s_bkk.new_empty(b, triton.cdiv(k, TILE))
-    # Of the columns of W's tiles, sums of squares.
+    # Of the columns of the tiles of W, sums of squares.
     squares = s_bkk.new_zeros(b, triton.cdiv(k, TILE), pitch if inverse else 0)
     if unit:
         s_bkk.diagonal(dim1=1, dim2=2).copy_(squares_bk)
@@ -89,8 +89,28 @@ def factor(
     smallest = pivots.amin(dim=1)
     if not inverse:
         return Factor(l_bkk, None, blocks, smallest, None)
-    largest = squares.sum(dim=1)[:, :k].amax(dim=1)  # what pads them has ones
-    return Factor(l_bkk, w_bkk, blocks, smallest, largest)
+    norms_bk = squares.sum(dim=1)[:, :k]  # what pads them has ones
+    _add_below_blocks(norms_bk, l_bkk, w_bkk, blocks)
+    return Factor(l_bkk, w_bkk, blocks, smallest, norms_bk.amax(dim=1))
+
+
+def _add_below_blocks(norms_bk: Tensor, l_bkk: Tensor, w_bkk: Tensor, blocks: list[slice]) -> None:
+    """To the squared norms of the columns of W, what L^-1 has below its diagonal blocks.
+
+    Its rows of block j are -W_jj L_j L^-1, of L's rows before the block and the rows of L^-1 above.
+    11 bits are enough for what tells good from bad.
+    """
+    above = l_bkk.new_zeros(l_bkk.shape, dtype=torch.float16)
+    for j in blocks if len(blocks) > 1 else []:
+        w, _ = halves(w_bkk[:, j, j], split=False, lower=True)
+        above[:, j, j] = w.hi
+        if j.start:
+            before = slice(0, j.start)
+            rows, _ = halves(l_bkk[:, j, before], split=False)
+            rows, _ = halves(product(rows, Halves(above[:, before, before])), split=False)
+            below = product(w, rows, -1.0)
+            norms_bk[:, before] += below.square().sum(dim=1)
+            above[:, j, before] = halves(below, split=False)[0].hi
 
 
 def diagonal_blocks(b: int, k: int) -> list[slice]:
@@ -122,7 +142,8 @@ def factor_twin(
         w_bkk[:, rows, rows] = torch.linalg.solve_triangular(block, eye[:, rows, rows], upper=False)
     if not inverse:
         return Factor(l_bkk, None, blocks, smallest, None)
-    largest = w_bkk.square().sum(dim=1).amax(dim=1)
+    l_inverse = torch.linalg.solve_triangular(l_bkk, eye, upper=False)
+    largest = l_inverse.square().sum(dim=1).amax(dim=1)
     return Factor(l_bkk, w_bkk, blocks, smallest, largest.masked_fill(info != 0, torch.inf))
 
 
@@ -283,7 +304,7 @@ def _factor(
         t = j
         ready = j + 1  # W_jj is there
         while t < g:
-            for u in tl.range(t, ready, num_stages=2):
+            for u in tl.range(t, ready, num_stages=3):
                 left = _tile(lower, g, u, ld, T)
                 acc += tl.dot(left, _tile(w, u, j, ld, T), input_precision="tf32x3")
             t = ready

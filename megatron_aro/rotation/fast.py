@@ -33,8 +33,8 @@ from megatron_aro.rotation.scaling import ZERO_COLUMN, largest_entry
 # error; there it does no more than keep the factor finite.
 LAST_SHIFT = 1e-10
 # A last pass in which the inverse of the Gram matrix has a larger entry lost orthonormality, as its
-# error is rounding times that: up to 1.5e-6 of it in products of 22 bits.
-LARGEST_INVERSE = 200.0
+# error is rounding times that: up to 8e-6 of it in products of 22 bits of 1024 rows.
+LARGEST_INVERSE = 100.0
 # Beyond this L itself is rounding, and what was made of it has lost A's columns: no pass mends it.
 MENDABLE_INVERSE = 1e5
 # In place of a norm that is zero, so that N has one on the diagonal there.

@@ -52,7 +52,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors of so many columns a launch, that small matrices have several."""
+    """Factors of so many columns a launch, a multiple of its tile, so that small ones take some."""
     monkeypatch.setattr(
         cholesky,
         "diagonal_blocks",
@@ -224,11 +224,11 @@ def test_rotations_of_low_rank_are_orthonormal(device, rotation, shape, monkeypa
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_more_pass_is_qr_of_any_columns(device, monkeypatch):
     """Or it fails: a failed pass leaves columns of any size, zeros and NaN. In several blocks."""
-    in_blocks(16, monkeypatch)
-    q = normal(4, 60, 50) + 0.1 * normal(4, 60, 1, seed=1)
+    in_blocks(32, monkeypatch)
+    q = normal(4, 90, 80) + 0.1 * normal(4, 90, 1, seed=1)
     expected = torch.linalg.qr(q).Q
-    q *= 10.0 ** (12 * normal(4, 1, 50, seed=2).clamp(-1, 1))
-    q[1, 7, 20], q[2, :, 30], q[3, :, 40] = torch.nan, 0, q[3, :, 10]
+    q *= 10.0 ** (12 * normal(4, 1, 80, seed=2).clamp(-1, 1))
+    q[1, 7, 20], q[2, :, 50], q[3, :, 70] = torch.nan, 0, q[3, :, 10]
     again = fast.one_more(Orthonormal(q.float().to(device), torch.ones(4, device=device)))
     assert again.failed_b.tolist() == [False, True, True, True]
     result = again.q_bmk[0].double().cpu()
