@@ -34,9 +34,8 @@ class Factor(NamedTuple):
     """The rows of each block that W inverts."""
     smallest_pivot_b: Tensor
     """The smallest Schur complement met on the diagonal, before it was raised; may be NaN."""
-    largest_inverse_b: Tensor | None
-    """The largest entry on the diagonal of C^-1; no less than the reciprocal of the smallest pivot,
-    if that was not raised; may be NaN."""
+    w_squares_bk: Tensor | None
+    """The squares of W's columns."""
 
 
 def factor(
@@ -50,7 +49,7 @@ def factor(
         s_bkk: [b, k, k], contiguous float32 (float64 too, by the twin); overwritten.
         squares_bk: D^-2, 0 (then D is 0) or of a size that float16 can square, 1e-6 to 1e9.
         shift_b: added to the diagonal of C.
-        inverse: compute W too, else it and its largest entry are None.
+        inverse: compute W too, else it and its squares are None.
         unit: ``squares_bk`` is the diagonal of S, and more exact than what S holds, so that C has
             ones there. A product on tensor cores truncates: the sums of squares on its diagonal
             come out too small by 1e-5, which would make a nearly singular C indefinite.
@@ -89,28 +88,32 @@ def factor(
     smallest = pivots.amin(dim=1)
     if not inverse:
         return Factor(l_bkk, None, blocks, smallest, None)
-    norms_bk = squares.sum(dim=1)[:, :k]  # what pads them has ones
-    _add_below_blocks(norms_bk, l_bkk, w_bkk, blocks)
-    return Factor(l_bkk, w_bkk, blocks, smallest, norms_bk.amax(dim=1))
+    return Factor(l_bkk, w_bkk, blocks, smallest, squares.sum(dim=1)[:, :k])
 
 
-def _add_below_blocks(norms_bk: Tensor, l_bkk: Tensor, w_bkk: Tensor, blocks: list[slice]) -> None:
-    """To the squared norms of the columns of W, what L^-1 has below its diagonal blocks.
+def largest_inverse(of: Factor) -> Tensor:
+    """The largest entry on the diagonal of C^-1, [b]; no less than the reciprocal of the smallest
+    pivot, if that was not raised; may be NaN.
 
-    Its rows of block j are -W_jj L_j L^-1, of L's rows before the block and the rows of L^-1 above.
-    11 bits are enough for what tells good from bad.
+    It is the largest square of a column of L^-1, whose rows of block j are W_jj and before that
+    -W_jj L_j L^-1, of L's rows and the rows of L^-1 above. For these 11 bits are enough.
     """
-    above = l_bkk.new_zeros(l_bkk.shape, dtype=torch.float16)
-    for j in blocks if len(blocks) > 1 else []:
-        w, _ = halves(w_bkk[:, j, j], split=False, lower=True)
+    assert of.w_bkk is not None and of.w_squares_bk is not None
+    if len(of.blocks) == 1:
+        return of.w_squares_bk.amax(dim=1)
+    squares_bk = of.w_squares_bk.clone()
+    above = of.l_bkk.new_zeros(of.l_bkk.shape, dtype=torch.float16)
+    for j in of.blocks:
+        w, _ = halves(of.w_bkk[:, j, j], split=False, lower=True)
         above[:, j, j] = w.hi
         if j.start:
             before = slice(0, j.start)
-            rows, _ = halves(l_bkk[:, j, before], split=False)
+            rows, _ = halves(of.l_bkk[:, j, before], split=False)
             rows, _ = halves(product(rows, Halves(above[:, before, before])), split=False)
             below = product(w, rows, -1.0)
-            norms_bk[:, before] += below.square().sum(dim=1)
+            squares_bk[:, before] += below.square().sum(dim=1)
             above[:, j, before] = halves(below, split=False)[0].hi
+    return squares_bk.amax(dim=1)
 
 
 def diagonal_blocks(b: int, k: int) -> list[slice]:
@@ -142,9 +145,8 @@ def factor_twin(
         w_bkk[:, rows, rows] = torch.linalg.solve_triangular(block, eye[:, rows, rows], upper=False)
     if not inverse:
         return Factor(l_bkk, None, blocks, smallest, None)
-    l_inverse = torch.linalg.solve_triangular(l_bkk, eye, upper=False)
-    largest = l_inverse.square().sum(dim=1).amax(dim=1)
-    return Factor(l_bkk, w_bkk, blocks, smallest, largest.masked_fill(info != 0, torch.inf))
+    squares_bk = w_bkk.square().sum(dim=1).masked_fill_((info != 0)[:, None], torch.inf)
+    return Factor(l_bkk, w_bkk, blocks, smallest, squares_bk)
 
 
 @triton.jit

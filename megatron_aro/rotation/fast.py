@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_aro.config import AROConfig
-from megatron_aro.kernels.cholesky import Factor, factor
+from megatron_aro.kernels.cholesky import Factor, factor, largest_inverse
 from megatron_aro.kernels.halves import Halves, halves
 from megatron_aro.kernels.products import add_product, gram, product, set_product
 from megatron_aro.kernels.sinkhorn import Scales, sinkhorn_scales
@@ -254,9 +254,8 @@ def _last_pass(a: Halves, squares_bk: Tensor | None) -> Orthonormal:
     assert squares_bk is not None
     shift = _constant(LAST_SHIFT, squares_bk)
     result = factor(gram(a), squares_bk, shift, inverse=True)
-    inverse = result.largest_inverse_b
-    assert inverse is not None
     q = _solved(a, result, squares_bk, True)
+    inverse = largest_inverse(result)
     q[:, 0, 0].masked_fill_(~(inverse < MENDABLE_INVERSE), torch.nan)
     return Orthonormal(q, ~(inverse < LARGEST_INVERSE))  # NaN is less than nothing
 
