@@ -99,7 +99,7 @@ class AROConfig:
         "Precision of matrix products on the GPU inside ARO: fp16x3, operands in two float16 "
         "halves with 22 bits, and fp16, in one with TF32's bits, both with float32 sums. Rotation "
         "eigen, and aro with sinkhorn or rownorm, do all of a step so (with scqr2 and scqr); "
-        "others orthonormalise in float32.",
+        "others, and sinkhorn of one iteration, orthonormalise in float32.",
         Precision,
     )
     exchange_dtype: ExchangeDtype = _setting(
@@ -197,8 +197,14 @@ class AROConfig:
 
     @property
     def in_halves(self) -> bool:
-        """Whether a GPU turns rotations in products of float16 halves (`rotation.fast`)."""
-        return self.precision in ("fp16", "fp16x3") and self.scales and self.qr in ("scqr", "scqr2")
+        """Whether a GPU turns rotations in products of float16 halves (`rotation.fast`).
+
+        Not after a single Sinkhorn iteration, of which nothing bounds f(X): the sizes of its
+        entries, and with them its own, are as far apart as those of X.
+        """
+        bounded = self.projection != "sinkhorn" or self.sinkhorn_iters > 1
+        halved = self.precision in ("fp16", "fp16x3") and self.qr in ("scqr", "scqr2")
+        return halved and self.scales and bounded
 
     @property
     def replays(self) -> bool:

@@ -146,6 +146,19 @@ def test_any_size_of_updates(device, rms):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("projection", "rotation"), TURNED[:3])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_sizes_of_low_rank(device, projection, rotation, iterations):
+    """After one iteration f(X) has any size; updates of rank 2 came out at a tenth of theirs."""
+    config = AROConfig(projection=projection, rotation=rotation, sinkhorn_iters=iterations)
+    for m, n in ((4, 4), (7, 33), (24, 24), (80, 70)):
+        x = normal(4, m, 2) @ normal(4, 2, n, seed=1) + 1e-6 * normal(4, m, n, seed=2)
+        (update,) = compute_updates([batch_of(x.float().to(device))], config)
+        rms = update.square().mean(dim=(1, 2)).sqrt().cpu()
+        torch.testing.assert_close(rms, torch.full((4,), 0.2), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("iterations", [20, 50, 300])
 def test_many_iterations_that_do_not_converge(device, iterations):
     """One row and one column beside nothing: scales fall out of float32, updates do not."""
