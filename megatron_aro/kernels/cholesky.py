@@ -102,17 +102,20 @@ def largest_inverse(of: Factor) -> Tensor:
     if len(of.blocks) == 1:
         return of.w_squares_bk.amax(dim=1)
     squares_bk = of.w_squares_bk.clone()
-    above = of.l_bkk.new_zeros(of.l_bkk.shape, dtype=torch.float16)
+    last = of.blocks[-1]
+    above = of.l_bkk.new_zeros(len(squares_bk), last.start, last.start, dtype=torch.float16)
     for j in of.blocks:
         w, _ = halves(of.w_bkk[:, j, j], split=False, lower=True)
-        above[:, j, j] = w.hi
+        if j is not last:
+            above[:, j, j] = w.hi
         if j.start:
             before = slice(0, j.start)
             rows, _ = halves(of.l_bkk[:, j, before], split=False)
             rows, _ = halves(product(rows, Halves(above[:, before, before])), split=False)
             below = product(w, rows, -1.0)
             squares_bk[:, before] += below.square().sum(dim=1)
-            above[:, j, before] = halves(below, split=False)[0].hi
+            if j is not last:
+                above[:, j, before] = halves(below, split=False)[0].hi
     return squares_bk.amax(dim=1)
 
 

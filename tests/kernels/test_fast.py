@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_aro.config import AROConfig
-from megatron_aro.kernels import cholesky
 from megatron_aro.rotation import (
     FALLBACK_RUNGS,
     MatrixBatch,
@@ -51,15 +50,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors of so many columns a launch, a multiple of its tile, so that small ones take some."""
-    monkeypatch.setattr(
-        cholesky,
-        "diagonal_blocks",
-        lambda b, k: [slice(i, min(i + size, k)) for i in range(0, k, size)],
-    )
-
-
 def batch_of(
     momentum: torch.Tensor, rotation: torch.Tensor | None = None, projection: str = "sinkhorn"
 ) -> MatrixBatch:
@@ -91,14 +81,12 @@ def error(r: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", [(2, 40, 100), (2, 90, 60)])
 @pytest.mark.parametrize("blocks", [100, 32])
 @pytest.mark.parametrize(("projection", "rotation"), TURNED[:3])
-def test_is_the_step_of_float64(
-    device, precision, shape, blocks, projection, rotation, monkeypatch
-):
+def test_is_the_step_of_float64(device, precision, shape, blocks, projection, rotation, in_blocks):
     """Warm frames and graded momenta: the step of float64 with Householder QR, no fall-backs.
 
     Not of sign and adam, of which rounding turns entries near zero round.
     """
-    in_blocks(blocks, monkeypatch)
+    in_blocks(blocks)
     of = {"projection": projection, "rotation": rotation}
     config, exact = AROConfig(precision=precision, **of), AROConfig(qr="qr", **of)
     for power, noise in ((-0.5, 0.0), (-0.5, 0.3), (-1.0, 0.0), (-1.0, 0.3)):
@@ -220,9 +208,9 @@ def test_bad_momentum_stays_alone(device, bad):
 @pytest.mark.parametrize(
     "shape", [(50, 6, 10), (50, 8, 8), (20, 24, 60), (20, 60, 24), (4, 96, 200)]
 )
-def test_rotations_of_low_rank_are_orthonormal(device, rotation, shape, monkeypatch):
+def test_rotations_of_low_rank_are_orthonormal(device, rotation, shape, in_blocks):
     """Gram matrices can be nearly singular with no pivot below 0.1: one in a thousand was."""
-    in_blocks(32, monkeypatch)
+    in_blocks(32)
     b, m, n = shape
     noise = normal(b, m, n, seed=1)
     for seed, rank, share in itertools.product(range(6), (1, 5, min(m, n)), (0.0, 1e-6, 1e-4)):
@@ -235,9 +223,9 @@ def test_rotations_of_low_rank_are_orthonormal(device, rotation, shape, monkeypa
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_more_pass_is_qr_of_any_columns(device, monkeypatch):
+def test_one_more_pass_is_qr_of_any_columns(device, in_blocks):
     """Or it fails: a failed pass leaves columns of any size, zeros and NaN. In several blocks."""
-    in_blocks(32, monkeypatch)
+    in_blocks(32)
     q = normal(4, 90, 80) + 0.1 * normal(4, 90, 1, seed=1)
     expected = torch.linalg.qr(q).Q
     q *= 10.0 ** (12 * normal(4, 1, 80, seed=2).clamp(-1, 1))

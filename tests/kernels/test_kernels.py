@@ -12,7 +12,6 @@ import sys
 import pytest
 import torch
 
-from megatron_aro.kernels import cholesky
 from megatron_aro.kernels.cholesky import factor, largest_inverse
 from megatron_aro.kernels.halves import LARGEST, Halves, halves
 from megatron_aro.kernels.products import add_product, gram, product, set_product
@@ -55,14 +54,10 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("blocks", [None, 32])
-def test_factor(device, inverse, unit, blocks, monkeypatch):
+def test_factor(device, inverse, unit, blocks, in_blocks):
     """L and W of D S D + shift I: 1e-5 is float32's rounding times the condition, at most 1e2."""
     if blocks:
-        monkeypatch.setattr(
-            cholesky,
-            "diagonal_blocks",
-            lambda b, k: [slice(i, min(i + blocks, k)) for i in range(0, k, blocks)],
-        )
+        in_blocks(blocks)
     for k in sizes(device) if blocks is None else [65, 100]:
         x = normal(2, k, k + k // 2 + 1).to(device)
         s = (x @ x.mT).float()
