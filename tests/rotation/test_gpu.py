@@ -67,7 +67,8 @@ def test_float32_is_float64(projection, rotation, shape):
     expected = compute_updates([make_batch(momentum, config)], config)
     (update,), _, counts = step([momentum.float().cuda()], config)
     assert (1 - cosines(update.cpu(), expected[0])).max() < (1e-2 if rotation == "polar" else 1e-4)
-    assert counts["householder"] == counts["kept"] == 0
+    # One of the tall matrices' first A is beyond what two passes make orthonormal.
+    assert counts["householder"] <= (shape[0] > shape[1]) and counts["kept"] == 0
 
 
 @pytest.mark.parametrize("projection, rotation", SETTINGS)
